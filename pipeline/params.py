@@ -1,0 +1,28 @@
+"""Reads params.yaml for the stages.  Kept tiny on purpose: every stage depends on it, so a change here re-runs them all.
+
+Each group is checked by the module that uses it; :mod:`pipeline.config` checks the whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.errors import Unreadable
+
+PARAMS = Path("params.yaml")
+
+
+def load(group: str, path: Path | str = PARAMS) -> Any:
+    """One group of params.yaml, e.g. ``load("eval")``.  Raises :class:`Unreadable` when the file or the group is missing."""
+    try:
+        params = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise Unreadable(f"{path}: no such file; `python3 -m pipeline config` composes it from conf/") from None
+    except yaml.YAMLError as error:
+        raise Unreadable(f"{path}: not valid YAML ({error})") from None
+    if not isinstance(params, dict) or group not in params:
+        raise Unreadable(f"{path}: has no group {group!r}; `python3 -m pipeline config` composes it from conf/")
+    return params[group]

@@ -1,0 +1,1 @@
+"""Tables and pictures from metrics/variants/*.json.  Reads results, computes no new ones."""

@@ -1,0 +1,68 @@
+import csv
+import io
+
+import pytest
+
+from pipeline.errors import Unreadable
+from pipeline.files import read_json, write_json
+from pipeline.report.build import build, read_rows
+from pipeline.report.table import as_csv, headline, markdown
+
+ROW = {
+    "status": "valid",
+    "reason": None,
+    "verdict": "pass",
+    "accuracy": 0.9583333,
+    "output_tok_s": 123.4,
+    "ttft_ms_p50": 56.7,
+    "weight_bytes": 6 << 20,
+    "kv_bytes_per_token": 576,
+    "kv_capacity_tokens": 65536,
+    "state_bytes_per_sequence": 210432,
+    "activation_peak_bytes": None,
+}
+
+
+@pytest.fixture
+def rows():
+    return {"fp8-auto": ROW | {"status": "invalid", "reason": "3 prompts were shortened"}, "native-auto": ROW}
+
+
+def test_native_comes_first_and_an_unread_figure_is_a_dash(rows):
+    lines = markdown(rows).splitlines()
+    assert lines[2].startswith("| native-auto | valid | pass | 0.958 | 123 | 57 | 6.00 MiB | 576 B | 65,536 |")
+    assert lines[3].startswith("| fp8-auto | invalid")
+    assert lines[2].endswith("| — |")
+
+
+def test_csv_is_unrounded_and_an_unread_figure_is_empty(rows):
+    first = list(csv.DictReader(io.StringIO(as_csv(rows))))[0]
+    assert first["variant"] == "native-auto" and float(first["accuracy"]) == ROW["accuracy"]
+    assert first["activation_peak_bytes"] == ""
+
+
+def test_headline_names_are_unique_and_counts_invalid(rows):
+    flat = headline(rows)
+    assert flat["fp8_auto_accuracy"] == ROW["accuracy"] and flat["invalid"] == 1 and flat["variants"] == 2
+    assert all(not isinstance(value, dict) for value in flat.values())
+
+
+def test_the_report_says_why_a_run_is_not_compared(tmp_path, rows):
+    build(rows, tmp_path)
+    assert "fp8-auto: invalid, 3 prompts were shortened" in (tmp_path / "report.md").read_text()
+    assert read_json(tmp_path / "headline.json")["variants"] == 2
+
+
+def test_the_picture_is_the_same_for_the_same_rows(tmp_path, rows):
+    build(rows, tmp_path)
+    first = (tmp_path / "comparison.svg").read_bytes()
+    build(rows, tmp_path)
+    assert (tmp_path / "comparison.svg").read_bytes() == first
+    assert b"not measured" in first or b"<path" in first  # text may be drawn as paths
+
+
+def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):
+    with pytest.raises(Unreadable):
+        read_rows(tmp_path)
+    write_json(tmp_path / "native-auto.json", ROW)
+    assert list(read_rows(tmp_path)) == ["native-auto"]
