@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
-from pipeline.report.columns import COLUMNS
+from pipeline.report.columns import COLUMNS, Column, cell
 from pipeline.report.table import Rows, ordered
 
 PANELS = ("accuracy", "output_tok_s", "ttft_ms_p50", "weight_bytes", "kv_capacity_tokens", "activation_peak_bytes")
-VALID, INVALID = "#3b6ea5", "#c9c9c9"
+SPEED = ("output_tok_s", "ttft_ms_p50")
+VALID, EMULATED, INVALID = "#3b6ea5", "#b9cde3", "#c9c9c9"
 
 
 def comparison_svg(rows: Rows) -> str:
     """SVG text that is the same for the same rows (git sees a change only where a figure changed).
 
-    Variants whose run is not valid are grey: shown, not to be compared.
+    Grey: the run is not valid.  Pale: the speed of emulated kernels.  Both are shown and neither is to be compared.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "comparison"
+    matplotlib.rcParams |= {"svg.hashsalt": "comparison", "svg.fonttype": "none"}
     import matplotlib.pyplot as plt
 
     names = ordered(rows)
@@ -27,9 +29,8 @@ def comparison_svg(rows: Rows) -> str:
     figure, axes = plt.subplots(2, 3, figsize=(12, 1.6 + 0.55 * len(names)), sharey=True, layout="constrained")
     for axis, column in zip(axes.flat, columns, strict=True):
         values = [rows[name].get(column.key) or 0 for name in names]
-        colors = [VALID if rows[name]["status"] == "valid" else INVALID for name in names]
-        bars = axis.barh(names, values, color=colors)
-        axis.bar_label(bars, [cell_text(column, rows[name]) for name in names], padding=3, fontsize=8)
+        bars = axis.barh(names, values, color=[color(column.key, rows[name]) for name in names])
+        axis.bar_label(bars, [label(column, rows[name]) for name in names], padding=3, fontsize=8)
         arrow = {"higher": "higher is better", "lower": "lower is better"}[column.better]
         axis.set_title(f"{column.header} ({arrow})", fontsize=9)
         axis.margins(x=0.28)
@@ -42,7 +43,16 @@ def comparison_svg(rows: Rows) -> str:
     return stream.getvalue()
 
 
-def cell_text(column, row) -> str:
-    """The label of a bar: the table's own text."""
-    value = row.get(column.key)
-    return "not measured" if value is None else column.show(value)
+def color(key: str, row: dict[str, Any]) -> str:
+    """Whether a bar may be compared with its neighbours, as a colour."""
+    if row["status"] != "valid":
+        return INVALID
+    return EMULATED if key in SPEED and row.get("speed") == "emulated" else VALID
+
+
+def label(column: Column, row: dict[str, Any]) -> str:
+    """The text at a bar: the table's own."""
+    if row.get(column.key) is None:
+        return "not measured"
+    emulated = color(column.key, row) == EMULATED
+    return cell(column, row) + (" emulated" if emulated else "")
