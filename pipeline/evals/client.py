@@ -1,0 +1,165 @@
+"""lm-eval's API models, with a journal: what was sent, what the server counted, how it ended and how long it took.
+
+lm-eval keeps the text of an answer and drops the rest, retries without telling, and lets one refused request abort a run.
+Only the HTTP call is replaced here; building prompts, batching and order stay lm-eval's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+from pipeline.errors import Invalid
+from pipeline.evals.endpoint import ServerDied, alive
+from pipeline.evals.journal import Journal, Record, failed
+
+BACKOFF_S, BACKOFF_LIMIT_S = 0.2, 5.0
+
+
+@dataclass
+class Transport:
+    """Sends one request, whatever happens: an answer, a failure that is kept, or :class:`ServerDied`."""
+
+    base_url: str
+    journal: Journal
+    deadline_s: float
+    retries: int
+    failures_in_a_row: int
+    concurrency: int
+    describe: Callable[[str], str] = lambda prompt_hash: prompt_hash[:12]
+    """Names an item in messages, from its prompt hash."""
+    known: Mapping[str, Any] | None = None
+    """Prompt hashes that may be asked for; ``None``: any."""
+    _failing: int = field(default=0, init=False)
+
+    async def ask(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
+                  sent_tokens: int | None) -> Record:
+        """The record of this prompt, from the journal if an earlier run has it."""
+        if self.known is not None and prompt_hash not in self.known:
+            raise Invalid("lm-eval asks for a prompt that is not in the data set: the prompt was changed on the way")
+        if (done := self.journal.records.get(prompt_hash)) is not None and done.failure is None:
+            return done
+        record = await self._attempts(session, url, headers, payload, prompt_hash, sent_tokens)
+        self.journal.add(record)
+        self._failing = 0 if record.failure is None else self._failing + 1
+        if self._failing >= self.failures_in_a_row:
+            raise ServerDied(f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
+                             f"{self.describe(prompt_hash)}: {record.message}")
+        return record
+
+    async def _attempts(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
+                        sent_tokens: int | None) -> Record:
+        start = time.monotonic()
+        for attempt in range(1, self.retries + 2):
+            try:
+                async with asyncio.timeout(self.deadline_s):
+                    status, body = await _post(session, url, headers, payload)
+                if status == 200:
+                    return _record(prompt_hash, body, sent_tokens, time.monotonic() - start, attempt)
+                problem = f"HTTP {status}: {body[:300].decode(errors='replace')}"
+                if status < 500 and status != 429:
+                    return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
+            except TimeoutError:
+                problem = f"no answer within {self.deadline_s:g} s"
+                return failed(prompt_hash, "stuck", problem, time.monotonic() - start, attempt)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                problem = f"not an OpenAI completion: {type(error).__name__}: {error}"
+                return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
+            if attempt <= self.retries:
+                await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_LIMIT_S))
+        if not await asyncio.to_thread(alive, self.base_url):
+            raise ServerDied(f"{self.base_url}: died while answering {self.describe(prompt_hash)} ({problem})")
+        return failed(prompt_hash, "error", problem, time.monotonic() - start, self.retries + 1)
+
+
+async def _post(session: aiohttp.ClientSession, url: str, headers: dict, payload: dict) -> tuple[int, bytes]:
+    async with session.post(url, json=payload, headers=headers) as response:
+        return response.status, await response.read()
+
+
+def _record(prompt_hash: str, body: bytes, sent_tokens: int | None, latency_s: float, attempts: int) -> Record:
+    """Raises ``ValueError``, ``KeyError``, ``IndexError`` or ``TypeError`` for anything but a completion."""
+    answer = json.loads(body)
+    if "error" in answer:
+        raise ValueError(f"error inside an HTTP 200: {answer['error']}")
+    choice, usage = answer["choices"][0], answer.get("usage") or {}
+    message = choice.get("message")
+    text = choice["text"] if message is None else message["content"]
+    thinking = None if message is None else message.get("reasoning_content") or message.get("reasoning")
+    return Record(prompt_hash=prompt_hash, text=text, finish_reason=choice.get("finish_reason"), reasoning=thinking,
+                  sent_prompt_tokens=sent_tokens, server_prompt_tokens=usage.get("prompt_tokens"),
+                  completion_tokens=usage.get("completion_tokens"), latency_s=latency_s, attempts=attempts)
+
+
+def prompt_hash_of(context: Any) -> str:
+    """The key of a request: SHA-256 of the prompt, or of the user's message where a chat holds nothing else."""
+    text = getattr(context, "prompt", context)
+    if text is not context:  # lm-eval's JsonChatStr
+        turns = json.loads(text)
+        if len(turns) == 1:
+            content = turns[0]["content"]
+            text = content if isinstance(content, str) else text
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Recorded:
+    """Overrides lm-eval's one asynchronous HTTP call."""
+
+    transport: Transport
+
+    async def get_batched_requests(self, *args: Any, **kwargs: Any) -> Any:
+        # One semaphore an event loop; lm-eval's own cannot be 1, since it would then take its synchronous path.
+        self._turn = asyncio.Semaphore(self.transport.concurrency)
+        return await super().get_batched_requests(*args, **kwargs)
+
+    async def amodel_call(self, session: aiohttp.ClientSession, sem: asyncio.Semaphore, messages: list, *,
+                          generate: bool = True, cache_keys: list | None = None, ctxlens: list[int] | None = None,
+                          gen_kwargs: dict | None = None, **kwargs: Any) -> list:
+        if not generate:
+            return await super().amodel_call(session, sem, messages, generate=False, cache_keys=cache_keys,
+                                             ctxlens=ctxlens, gen_kwargs=gen_kwargs, **kwargs)
+        context = cache_keys[0][0]
+        payload = self._create_payload(self.create_message(messages), generate=True, gen_kwargs=copy.deepcopy(gen_kwargs),
+                                       seed=self._seed)
+        sent = len(messages[0]) if self.tokenized_requests else None
+        async with self._turn:
+            record = await self.transport.ask(session, self.base_url, self.header, payload, prompt_hash_of(context), sent)
+        return [record.text or ""]
+
+
+class RecordedCompletions(_Recorded, LocalCompletionsAPI):
+    """``local-completions`` with prompts as token ids, special tokens as the tokenizer adds them."""
+
+    def __init__(self, transport: Transport, *, url: str, model: str, tokenizer_dir: str, max_model_len: int,
+                 trust_remote_code: bool = False) -> None:
+        self.transport = transport
+        super().__init__(base_url=f"{url}/v1/completions", model=model, tokenizer=tokenizer_dir,
+                         tokenizer_backend="huggingface", tokenized_requests=True, add_bos_token=True,
+                         trust_remote_code=trust_remote_code, **_common(transport, max_model_len))
+
+
+class RecordedChat(_Recorded, LocalChatCompletion):
+    """``local-chat-completions``: the server renders and tokenizes, so no tokenizer is needed here."""
+
+    def __init__(self, transport: Transport, *, url: str, model: str, max_model_len: int) -> None:
+        self.transport = transport
+        super().__init__(base_url=f"{url}/v1/chat/completions", model=model, tokenizer_backend=None,
+                         tokenized_requests=False, **_common(transport, max_model_len))
+
+
+def _common(transport: Transport, max_model_len: int) -> dict[str, Any]:
+    # lm-eval cuts prompts to max_length - 1 - max_gen_toks on the left; lengths were checked before, so nothing is cut.
+    # Deadline and retries are the transport's: lm-eval's own must never be first.
+    return {"max_length": max_model_len + 1, "num_concurrent": max(2, transport.concurrency), "max_retries": 1,
+            "timeout": int(transport.deadline_s * (transport.retries + 1)) + 3600, "seed": 0}
