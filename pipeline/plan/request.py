@@ -1,0 +1,142 @@
+"""What is asked of the planner: a model, a machine, a variant, and the settings that the caller overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Unreadable
+from pipeline.k3 import ModelFacts, model_facts, read_config
+from pipeline.plan.cache import CacheSettings, kv_key
+from pipeline.plan.compatibility import Combination, family
+from pipeline.plan.hardware import Hardware
+from pipeline.plan.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's config and the facts in it; read once, planned many times."""
+
+    name: str
+    config: dict[str, Any]
+    facts: ModelFacts
+
+
+def load_model(name: str) -> Model:
+    """``conf/model/NAME``, ``models/NAME`` or a path, whichever has a config.json.  Raises :class:`Unreadable`."""
+    places = [Path(name), ROOT / "conf" / "model" / name, ROOT / "models" / name]
+    for place in places:
+        if (place / "config.json").is_file() or (place.is_file() and place.suffix == ".json"):
+            config = read_config(place)
+            return Model(name, config, model_facts(config))
+    raise Unreadable(f"{name}: no config.json in {', '.join(str(place) for place in places)}")
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Settings of the caller; None leaves the recipe's value, or the engine's default."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    prefix_caching: bool | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    data_parallel: int | None = None
+    decode_context_parallel: int | None = None
+    expert_parallel: bool | None = None
+    engine_version: str | None = None
+    text_only: bool | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything the memory model needs, with every default filled in."""
+
+    model: Model
+    hardware: Hardware
+    quant: str
+    kv: str
+    layout: Layout
+    cache: CacheSettings
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    utilization: float
+    kv_budget: int | None
+    engine_version: str
+    text_only: bool
+    overrides: Overrides
+
+    @property
+    def combination(self) -> Combination:
+        cache, state = kv_key(self.kv)
+        return Combination(
+            family(self.model.facts),
+            self.quant,
+            cache,
+            state,
+            self.hardware.platform,
+            self.hardware.architecture,
+            self.layout.tensor,
+            self.layout.pipeline,
+        )
+
+
+def _batch_defaults(hardware: Hardware) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) of vLLM's API server (vllm/engine/arg_utils.py, get_batch_defaults)."""
+    if hardware.platform == "cpu":
+        return 2048, 256
+    if hardware.memory.usable_bytes >= 160 * GIB:
+        return 16384, 1024
+    return (8192, 1024) if hardware.memory.usable_bytes >= 70 * GIB else (2048, 256)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def make_request(model: Model, hardware: Hardware, quant: str, kv: str, overrides: Overrides | None = None) -> Request:
+    """Fill in what the caller left open: the recipe's flag, else the engine's default."""
+    asked = overrides or Overrides()
+    tokens, seqs = _batch_defaults(hardware)
+    cache, state = kv_key(kv)
+    base = hardware.layout
+    length = _first(asked.max_model_len, hardware.flag("max-model-len"), model.facts.max_model_len or 8192)
+    block = _first(asked.block_size, hardware.flag("block-size"))
+    return Request(
+        model=model,
+        hardware=hardware,
+        quant=quant,
+        kv=kv,
+        layout=Layout(
+            _first(asked.tensor_parallel, base.tensor),
+            _first(asked.pipeline_parallel, base.pipeline),
+            _first(asked.data_parallel, base.data),
+            _first(asked.expert_parallel, base.expert),
+            _first(asked.decode_context_parallel, base.decode_context),
+        ),
+        cache=CacheSettings(
+            kv=cache,
+            model_dtype=_first(hardware.flag("dtype"), model.facts.text.get("dtype"), "bfloat16"),
+            state_dtype=state,
+            block_size=block,
+            # vLLM switches prefix caching on by default for every model that generates.
+            prefix_caching=bool(_first(asked.prefix_caching, hardware.flag("enable-prefix-caching"), True)),
+            max_model_len=length,
+            platform=hardware.platform,
+        ),
+        max_num_seqs=_first(asked.max_num_seqs, hardware.flag("max-num-seqs"), seqs),
+        max_num_batched_tokens=_first(asked.max_num_batched_tokens, hardware.flag("max-num-batched-tokens"), tokens),
+        utilization=_first(asked.gpu_memory_utilization, hardware.flag("gpu-memory-utilization"), 0.92),
+        kv_budget=_first(asked.kv_cache_memory_bytes, hardware.flag("kv-cache-memory-bytes")),
+        engine_version=_first(asked.engine_version, hardware.engine_version),
+        text_only=_first(asked.text_only, hardware.platform == "cpu"),
+        overrides=asked,
+    )
