@@ -1,0 +1,247 @@
+"""Requantize a checkpoint: plan, convert shard by shard in one or several processes, resume, and write it whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from pipeline import files
+from pipeline.checkpoint import manifest
+from pipeline.checkpoint.reading import CONFIG, INDEX, MANIFEST
+from pipeline.errors import Refused
+from pipeline.quant import native, planning
+from pipeline.quant.config import PROVENANCE
+from pipeline.quant.damage import Damage, summarize
+from pipeline.quant.planning import Plan, ShardPlan
+from pipeline.quant.recipe import Recipe
+from pipeline.quant.streaming import convert_shard
+
+RECORDS = ".records"
+
+
+def requantize(
+    source: Path | str,
+    target: Path | str,
+    recipe: Recipe,
+    *,
+    workers: int = 1,
+    source_manifest: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write ``target``, a compressed-tensors checkpoint of ``source`` re-encoded by ``recipe``.
+
+    Everything is checked before a byte is written.  The work happens in ``.TARGET.partial`` beside the target; a shard
+    whose (source hash, recipe) is on record there is not done again.  The target appears whole, by a rename.
+
+    ``source_manifest``: where given, each source shard's SHA-256 must equal it (checked while reading).
+    Returns ``{"status", "reason", "recipe", "damage", "source", "manifest", "run"}``; all but ``run`` (seconds, bytes, shards
+    done and resumed) depend on the input alone and are also in ``TARGET/requantization.json`` and ``manifest.json``.
+    Raises :class:`Refused` or ``Unreadable`` with the offender's name.
+    """
+    source, target = Path(source), Path(target)
+    if workers < 1:
+        raise Refused(f"workers {workers}: at least one is needed")
+    if source.resolve() == target.resolve():
+        raise Refused(f"{target}: source and target are the same directory")
+    if recipe.format == "native":
+        return native.link(source, target, source_manifest)
+    started = time.monotonic()
+    plan = planning.plan(source, recipe)
+    partial = target.parent / f".{target.name}.partial"
+    (partial / RECORDS).mkdir(parents=True, exist_ok=True)
+    with _locked(partial):
+        expected = manifest.entries(source_manifest) if source_manifest else {}
+        done = {shard.name: record for shard in plan.shards if (record := _record(plan, shard, partial)) is not None}
+        todo = [shard for shard in plan.shards if shard.name not in done]
+        _check_space(plan, todo, partial)
+        for name, record in _convert_all(plan, todo, partial, workers):
+            _check_hash(source / name, record["source"]["sha256"], expected.get(name))
+            files.write_json(partial / RECORDS / f"{name}.json", record)
+            done[name] = record
+        for name, record in done.items():
+            _check_hash(source / name, record["source"]["sha256"], expected.get(name))
+        report = _finish(plan, done, partial, target)
+    seconds = time.monotonic() - started
+    return report | {
+        "run": {
+            "seconds": seconds,
+            "workers": workers,
+            "source_bytes": sum(shard.source_bytes for shard in plan.shards),
+            "target_bytes": plan.target_bytes,
+            "shards_done": len(todo),
+            "shards_resumed": len(plan.shards) - len(todo),
+        }
+    }
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    with open(partial / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Refused(f"{partial}: another process is writing it; wait for it") from None
+        yield
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _record(plan: Plan, shard: ShardPlan, partial: Path) -> dict[str, Any] | None:
+    """The record of a finished shard, if it still holds: same recipe, same plan, same source bytes, output in place."""
+    path, output, source = partial / RECORDS / f"{shard.name}.json", partial / shard.name, plan.source / shard.name
+    if not path.exists() or not output.exists():
+        return None
+    record = files.read_json(path)
+    if record["recipe_sha256"] != plan.recipe.sha256 or record["plan_sha256"] != shard.sha256:
+        return None
+    stamp = _stamp(source)
+    if {key: record["source"][key] for key in stamp} != stamp and files.sha256_file(source) != record["source"]["sha256"]:
+        return None
+    if output.stat().st_size != record["target"]["size_bytes"]:
+        return None
+    # What was written before a power failure may not have reached the disk, whatever its size says.
+    if record["boot_id"] != _boot_id() and files.sha256_file(output) != record["target"]["sha256"]:
+        return None
+    return record
+
+
+def _check_space(plan: Plan, todo: list[ShardPlan], partial: Path) -> None:
+    needed = sum(shard.target_bytes for shard in todo)
+    needed += sum((plan.source / name).stat().st_size for name in plan.auxiliary)
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        raise Refused(
+            f"{partial}: {needed / 1e9:.2f} GB are needed for {len(todo)} shards, {free / 1e9:.2f} GB are free; "
+            "free some space or choose another target"
+        )
+
+
+def _check_hash(path: Path, digest: str, wanted: dict[str, Any] | None) -> None:
+    if wanted is not None and wanted["sha256"] != digest:
+        raise Refused(f"{path}: sha256 {digest}, its manifest says {wanted['sha256']}; fetch it again")
+
+
+def _convert_one(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]) -> dict:
+    stamp = _stamp(plan_source / shard.name)
+    result = convert_shard(plan_source, partial, shard, recipe, progress)
+    if _stamp(plan_source / shard.name) != stamp:
+        raise Refused(f"{plan_source / shard.name}: changed while it was read; let its writer finish")
+    return {
+        "recipe_sha256": recipe.sha256,
+        "plan_sha256": shard.sha256,
+        "boot_id": _boot_id(),
+        "source": stamp | {"sha256": result["source_sha256"]},
+        "target": {"size_bytes": result["target_bytes"], "sha256": result["target_sha256"]},
+        "damage": {module: asdict(damage) for module, damage in result["damage"].items()},
+    }
+
+
+_shared_progress: Any = None
+
+
+def _start_worker(progress: Any, parent: int) -> None:
+    """A worker dies with its parent, however that ends, and leaves Ctrl-C to it."""
+    global _shared_progress
+    _shared_progress = progress
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _work(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Recipe) -> dict[str, Any]:
+    def progress(count: int) -> None:
+        with _shared_progress.get_lock():
+            _shared_progress.value += count
+
+    return _convert_one(plan_source, partial, shard, recipe, progress)
+
+
+def _convert_all(plan: Plan, todo: list[ShardPlan], partial: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    total = sum(shard.source_bytes for shard in todo)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=plan.recipe.format, disable=None if todo else True)
+    with bar:
+        if workers == 1 or len(todo) < 2:
+            for shard in todo:
+                yield shard.name, _convert_one(plan.source, partial, shard, plan.recipe, bar.update)
+            return
+        context = multiprocessing.get_context("spawn")
+        counter = context.Value("q", 0)
+        largest_first = sorted(todo, key=lambda shard: -shard.source_bytes)
+        pool = ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (counter, os.getpid()))
+        try:
+            pending: dict[Future, str] = {
+                pool.submit(_work, plan.source, partial, shard, plan.recipe): shard.name for shard in largest_first
+            }
+            while pending:
+                finished, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                bar.update(counter.value - bar.n)
+                for future in finished:
+                    yield pending.pop(future), future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _finish(plan: Plan, done: dict[str, dict[str, Any]], partial: Path, target: Path) -> dict[str, Any]:
+    """Write what is not a shard, check the whole, and rename it into place."""
+    wanted = {shard.name for shard in plan.shards} | set(plan.auxiliary) | {CONFIG, INDEX, PROVENANCE}
+    for name in manifest.listed_files(partial):  # of an earlier recipe or source
+        if name not in wanted:
+            (partial / name).unlink()
+    for name in plan.auxiliary:
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(plan.source / name, partial / name)
+    files.write_json(partial / CONFIG, plan.config)
+    files.write_json(partial / INDEX, plan.index)
+    rows = (
+        (*plan.kinds[module], Damage(**damage))
+        for name in sorted(done)
+        for module, damage in done[name]["damage"].items()
+    )
+    provenance = {
+        "recipe": plan.recipe.to_dict(),
+        "recipe_sha256": plan.recipe.sha256,
+        "source": {
+            "files": [
+                {"name": name, "size_bytes": record["source"]["size_bytes"], "sha256": record["source"]["sha256"]}
+                for name, record in sorted(done.items())
+            ]
+        },
+        "damage": summarize(rows),
+    }
+    files.write_json(partial / PROVENANCE, provenance)
+    hashes = {name: record["target"]["sha256"] for name, record in done.items()}
+    built = manifest.build(partial, hashes)
+    files.write_json(partial / MANIFEST, built)
+    replaced = target.parent / f".{target.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(partial / RECORDS)
+    if target.exists():
+        os.replace(target, replaced)
+    os.replace(partial, target)
+    (target / ".lock").unlink(missing_ok=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return {"status": "valid", "reason": None} | provenance | {"manifest": built}

@@ -1,0 +1,189 @@
+"""The one protocol of all schemes: what a module's tensors become, from MXFP4 by look-up or from floats by rounding.
+
+A scheme divides a weight ``[rows, columns]`` into regions of ``region_rows x region_columns`` that share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import Refused
+from pipeline.quant import kernels, numbers
+from pipeline.quant.damage import Damage
+from pipeline.quant.tables import EXACT, PEAK_1, PEAK_1_5, Tables
+
+# Group exponents outside are decoded and rounded as floats: there bf16 arithmetic meets subnormals and infinity, and the
+# tables, which rest on exact scaling by powers of two, do not hold.
+SAFE_EXPONENT = 100
+
+FLOAT_DTYPES = {
+    "BF16": (numbers.round_bf16, numbers.BF16_EPS),
+    "F16": (numbers.round_fp16, numbers.FP16_EPS),
+    "F32": (lambda x: np.asarray(x, np.float32), numbers.F32_EPS),
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result for some rows: output words and one float32 scale a region, with what it cost."""
+
+    weight: np.ndarray
+    scale: np.ndarray
+    damage: Damage
+
+
+@dataclass(frozen=True)
+class RegionScheme:
+    """One scale a region; subclasses in fp8.py, int8.py and w4a16.py fill in the numbers.
+
+    ``region_columns`` 0 means the whole row.  ``bits`` is 8 or 4.  ``scale_rule(amax, dtype)`` gives a region's float32
+    scale from its largest magnitude, ``quantizer(x, scale, round)`` maps floats to (stored, decoded) values, where
+    ``round`` rounds the quotient to the dtype that the reference computes in.
+    """
+
+    name: str
+    region_rows: int
+    region_columns: int
+    bits: int
+    weight_dtype: str
+    tables: Tables
+    scale_rule: Callable[[np.ndarray, str], np.ndarray]
+    quantizer: Callable[..., tuple[np.ndarray, np.ndarray]]
+    keeps_source_dtype: bool
+    group: dict[str, Any]
+
+    @property
+    def packed(self) -> bool:
+        return self.bits == 4
+
+    def columns_of_region(self, columns: int) -> int:
+        return self.region_columns or columns
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        """Raise :class:`Refused` where a weight's shape does not divide."""
+        if len(shape) != 2:
+            raise Refused(f"{module}: {self.name} needs a matrix, the weight is {list(shape)}; leave it out of the scope")
+        rows, columns = shape
+        for what, size, part in (("rows", rows, self.region_rows), ("columns", columns, self.region_columns or 1)):
+            if size % part:
+                raise Refused(
+                    f"{module}: {size} {what} do not divide by {part} ({size} % {part} = {size % part}) for {self.name}; "
+                    "use fp8_channel, int8_channel or a smaller group_size"
+                )
+        if self.packed and columns % 8:
+            raise Refused(f"{module}: {columns} columns do not fill 32-bit words of 4-bit values; leave it out of the scope")
+
+    def outputs(self, module: str, shape: tuple[int, int], dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The tensors that a weight of ``shape`` and source ``dtype`` becomes, ``(name, dtype, shape)``, weight first."""
+        rows, columns = shape
+        scale = (rows // self.region_rows, columns // self.columns_of_region(columns))
+        scale_dtype = dtype if self.keeps_source_dtype else "F32"
+        if self.packed:
+            return [
+                (f"{module}.weight_packed", "I32", (rows, columns // 8)),
+                (f"{module}.weight_scale", scale_dtype, scale),
+                (f"{module}.weight_shape", "I64", (2,)),
+            ]
+        return [(f"{module}.weight", self.weight_dtype, shape), (f"{module}.weight_scale", scale_dtype, scale)]
+
+    def extras(self, shape: tuple[int, int], scale: np.ndarray, dtype: str) -> list[np.ndarray]:
+        """The bytes of all outputs but the weight, from the float32 scales of the whole weight."""
+        scale_dtype = dtype if self.keeps_source_dtype else "F32"
+        stored = {
+            "BF16": numbers.bf16_bits,
+            "F16": lambda x: x.astype(np.float16),
+            "F32": lambda x: np.ascontiguousarray(x, np.float32),
+        }[scale_dtype](scale)
+        return [stored, np.array(shape, np.int64)] if self.packed else [stored]
+
+    def config_group(self, targets: list[str]) -> dict[str, Any]:
+        """The compressed-tensors config group for ``targets``."""
+        return {"targets": targets, "output_activations": None} | self.group
+
+    def from_mxfp4(self, packed: np.ndarray, exponents: np.ndarray, out: np.ndarray | None = None) -> Converted:
+        """Re-encode whole regions.
+
+        packed [rows, columns/2] uint8 (8-byte aligned), exponents [rows, columns/32] uint8; ``out`` is an optional buffer
+        of at least ``rows * columns`` bytes that the returned weight may lie in.
+        """
+        rows, groups = exponents.shape
+        region_groups = self.columns_of_region(groups * 32) // 32
+        shape = (rows // self.region_rows, groups // region_groups)
+        peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
+        kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
+        full = peak != kernels.EMPTY
+        if full.any() and (lowest[full].min() < -SAFE_EXPONENT or highest.max() > SAFE_EXPONENT):
+            return self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
+        tables = self.tables
+        shape = (rows, groups * 16)
+        out = np.empty(shape, tables.out.dtype) if out is None else _view(out, shape, tables.out.dtype)
+        inexact, error, signal, unsummed = kernels.look_up(
+            packed, exponents, self.region_rows, region_groups, peak, lowest, tables.out, tables.statistics,
+            tables.exact_offset, out,
+        )  # fmt: skip
+        if inexact and unsummed:
+            signal = kernels.signal_power(packed, exponents, SQUARES)
+        top = peak >> 1
+        which = np.where(top - lowest <= tables.exact_offset, EXACT, np.where(peak & 1, PEAK_1_5, PEAK_1))
+        scale = np.where(full, np.ldexp(tables.unit_scale[which], np.where(full, top, 0)), tables.zero_scale)
+        spread = int((highest - lowest)[full].max()) if full.any() else 0
+        damage = Damage(rows * groups * 32, inexact, error, signal if inexact else None, spread)
+        return Converted(out, scale.astype(np.float32), damage)
+
+    def from_float(self, x: np.ndarray, dtype: str) -> Converted:
+        """Round float32 values ``x [rows, columns]`` that were stored as ``dtype`` (BF16, F16 or F32), whole regions."""
+        if not np.isfinite(x).all():
+            raise Refused(f"{int((~np.isfinite(x)).sum())} weights are NaN or infinite; fix the source")
+        rows, columns = x.shape
+        width = self.columns_of_region(columns)
+        blocks = x.reshape(rows // self.region_rows, self.region_rows, columns // width, width)
+        amax = np.abs(blocks).max(axis=(1, 3))
+        scale = self.scale_rule(amax, dtype)
+        per_weight = scale[:, None, :, None]
+        stored, decoded = self.quantizer(blocks, per_weight, FLOAT_DTYPES[dtype][0])
+        error = decoded.astype(np.float64) * per_weight - blocks
+        signal = float(np.square(blocks, dtype=np.float64).sum())
+        damage = Damage(x.size, int(np.count_nonzero(error)), float(np.square(error).sum()), signal, None)
+        stored = stored.reshape(rows, columns)
+        if self.packed:
+            nibbles = (stored + np.int8(8)).view(np.uint8)
+            stored = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+        return Converted(np.ascontiguousarray(stored), scale, damage)
+
+
+def _view(buffer: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    return buffer[: shape[0] * shape[1] * dtype.itemsize].view(dtype).reshape(shape)
+
+
+SQUARES = np.rint((2 * numbers.E2M1[numbers.codes_of_bytes()].astype(np.float64)) ** 2).sum(-1).astype(np.int64)
+
+
+def amax_rule(divisor: float) -> Callable[[np.ndarray, str], np.ndarray]:
+    """llm-compressor's scale: ``amax / divisor`` in the weight's dtype; a zero scale becomes that dtype's epsilon."""
+
+    def rule(amax: np.ndarray, dtype: str) -> np.ndarray:
+        round_to, epsilon = FLOAT_DTYPES[dtype]
+        scale = round_to(amax.astype(np.float32) / np.float32(divisor))
+        return np.where(scale == 0, np.float32(epsilon), scale).astype(np.float32)
+
+    return rule
+
+
+def integers(low: int, high: int) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    """Quantizer to integers in [low, high]: divide, round the quotient to the compute dtype, clamp, round to integer."""
+
+    def quantizer(x: np.ndarray, scale: np.ndarray, round_quotient: Callable) -> tuple[np.ndarray, np.ndarray]:
+        stored = np.rint(np.clip(round_quotient(x / scale), low, high)).astype(np.int8)
+        return stored, stored
+
+    return quantizer
+
+
+def e4m3(x: np.ndarray, scale: np.ndarray, round_quotient: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizer to E4M3 bytes: divide, round the quotient to the compute dtype, clamp to +-448, round."""
+    stored = numbers.e4m3_bytes(np.clip(round_quotient(x / scale), -numbers.E4M3_MAX, numbers.E4M3_MAX))
+    return stored, numbers.e4m3_values(stored)

@@ -1,0 +1,187 @@
+"""Which modules a recipe re-encodes, from the checkpoint's names and headers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.checkpoint import Checkpoint, declared
+from pipeline.checkpoint.layout import ROUTER_GATE, VISION, expert_of, fused_sets, kind_of, layer_of
+from pipeline.errors import Refused
+from pipeline.quant.recipe import Recipe
+
+SOURCE_FORMAT = "mxfp4-pack-quantized"
+FLOATS = ("BF16", "F16", "F32")
+
+# K3: what is never part of a fused set that must stay bf16 (the attention inputs hold b_proj with 96 rows).
+K3_DENSE = re.compile(
+    r"\.self_attn\.o_proj$|\.shared_experts\.(?:gate|up|down)_proj$|\.mlp\.(?:gate|up|down)_proj$"
+)
+GENERIC_DENSE = re.compile(r"(?:proj|\.w[123]|\.fc\d|\.dense\w*)$")
+
+
+@dataclass(frozen=True)
+class Module:
+    """A weight matrix of the source: ``tensors`` are (packed, scale) for MXFP4, (weight,) for floats."""
+
+    name: str
+    mxfp4: bool
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    shard: str
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+    @property
+    def family(self) -> str:
+        """Modules that take one scheme together: all experts, a whole MLP, an attention's projections."""
+        return "experts" if expert_of(self.name) is not None else self.kind.rpartition(".")[0]
+
+
+def is_k3(checkpoint: Checkpoint) -> bool:
+    """Whether the language model is of Kimi K3's architecture (KDA/MLA hybrid with latent experts)."""
+    return checkpoint.text_config.get("model_type") == "kimi_linear" or checkpoint.config.get("model_type") == "kimi_k3"
+
+
+def source_format(checkpoint: Checkpoint) -> str | None:
+    """``mxfp4-pack-quantized`` or ``None`` (floats).  Raises :class:`Refused` for any other or contradicting declaration."""
+    configs = [declared.parse(path, raw) for path, raw in declared.find_configs(checkpoint.config)]
+    if not configs:
+        return None
+    said = {(config.method, tuple(sorted(map(str, config.formats)))) for config in configs}
+    where = " and ".join(f"{config.path} ({', '.join(sorted(map(str, config.formats)))})" for config in configs)
+    if len(said) > 1:
+        raise Refused(f"{checkpoint.directory}: contradicting quantization configs at {where}; keep the one that is true")
+    if said != {(declared.COMPRESSED_TENSORS, (SOURCE_FORMAT,))}:
+        method = configs[0].method or "no quant_method"
+        raise Refused(
+            f"{checkpoint.directory}: already quantized at {where}, method {method}; requantization starts from "
+            f"{SOURCE_FORMAT} or from bf16, fp16 or f32 weights: dequantize it first, or use recipe native"
+        )
+    return SOURCE_FORMAT
+
+
+def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
+    """Every weight matrix of the source.  Raises :class:`Refused` for packed weights without their scale or config."""
+    packed_source = source_format(checkpoint) is not None
+    dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(
+        str(checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"), "BF16"
+    )
+    found, problems = {}, []
+    tensors = checkpoint.tensors()
+    for name, tensor in tensors.items():
+        module, shard = tensor.module, checkpoint.weight_map[name]
+        if tensor.parameter == "weight_packed":
+            scale = tensors.get(f"{module}.weight_scale")
+            if not packed_source:
+                problems.append(f"{name} ({shard}) is packed, but config.json has no quantization_config")
+            elif scale is None:
+                problems.append(f"{name} ({shard}) has no {module}.weight_scale in any shard")
+            elif not _is_mxfp4(tensor.dtype, tensor.shape, scale.dtype, scale.shape):
+                problems.append(
+                    f"{name} ({shard}) is {tensor.dtype} {list(tensor.shape)} with scale {scale.dtype} {list(scale.shape)}, "
+                    "not MXFP4 (U8 [out, in/2] and U8 [out, in/32])"
+                )
+            else:
+                shape = (tensor.shape[0], tensor.shape[1] * 2)
+                found[module] = Module(module, True, (name, scale.name), shape, dtype, shard)
+        elif tensor.parameter == "weight" and len(tensor.shape) >= 2:
+            found[module] = Module(module, False, (name,), tensor.shape, tensor.dtype, shard)
+    if problems:
+        raise Refused(_listed(f"{checkpoint.directory}: {len(problems)} weights cannot be read", problems))
+    return found
+
+
+def _is_mxfp4(dtype: str, shape: tuple[int, ...], scale_dtype: str, scale_shape: tuple[int, ...]) -> bool:
+    return (
+        dtype == "U8" and scale_dtype in ("U8", "F8_E8M0") and len(shape) == 2 and shape[1] % 16 == 0
+        and scale_shape == (shape[0], shape[1] // 16)
+    )  # fmt: skip
+
+
+def select(checkpoint: Checkpoint, modules: dict[str, Module], recipe: Recipe) -> list[Module]:
+    """The modules that the recipe re-encodes, in the order of ``modules``.
+
+    Raises :class:`Refused` where the scope is empty, a fused set would be torn, or a weight is no float and no MXFP4.
+    """
+    dense = K3_DENSE if is_k3(checkpoint) else GENERIC_DENSE
+    chosen = [
+        module for module in modules.values()
+        if (layer_of(module.name) is not None and not ROUTER_GATE.search(module.name))
+        and (recipe.scope != "dense_only" if expert_of(module.name) is not None
+             else recipe.scope != "experts" and bool(dense.search(module.name)) and len(module.shape) == 2)
+    ]  # fmt: skip
+    if not chosen:
+        other = "dense_too" if recipe.scope == "experts" else "experts"
+        raise Refused(
+            f"{checkpoint.directory}: scope {recipe.scope} matches none of {len(modules)} weight matrices; use scope {other}"
+        )
+    odd = [f"{module.name} ({module.shard}) is {module.dtype}" for module in chosen if not module.mxfp4 and module.dtype not in FLOATS]
+    if odd:
+        raise Refused(_listed(f"{checkpoint.directory}: {len(odd)} weights in scope are neither MXFP4 nor floats", odd))
+    names = {module.name for module in chosen}
+    torn = [group for group in fused_sets(modules) if 0 < len(names & set(group)) < len(group)]
+    if torn:
+        raise Refused(_listed(
+            f"scope {recipe.scope} would quantize part of {len(torn)} fused sets, which an engine loads as one",
+            [", ".join(f"{name}{'' if name in names else ' (left out)'}" for name in group) for group in torn],
+        ))  # fmt: skip
+    return chosen
+
+
+# What stays as it is, most general first.  Written into the output's ignore list where it matches something.
+IGNORE_PATTERNS = (
+    r"re:.*lm_head$",
+    r"re:.*embed_tokens$",
+    r"re:.*vision_tower.*",
+    r"re:.*visual\..*",
+    r"re:.*mm_projector.*",
+    r"re:.*_res_proj$",
+    r"re:.*\.gate$",
+    r"re:.*conv1d$",
+    r"re:.*self_attn.*",
+    r"re:.*self_attn\.(?!o_proj).*",
+    r"re:.*shared_experts.*",
+    r"re:.*\.experts\..*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
+    r"re:.*routed_expert_(down|up)_proj$",
+)
+
+
+def ignore_list(modules: Iterable[str], quantized: Iterable[str]) -> list[str]:
+    """A complete ignore list: every matrix that stays unquantized is matched, no quantized one is, each pattern matches.
+
+    Patterns where they hold (they also match an engine's fused names), module names for the rest.
+    """
+    taken = set(quantized)
+    left = [module for module in modules if module not in taken]
+    chosen: list[str] = []
+    for pattern in IGNORE_PATTERNS:
+        compiled = re.compile(pattern.removeprefix("re:"))
+        if any(map(compiled.match, taken)):
+            continue
+        kept = [module for module in left if not compiled.match(module)]
+        if len(kept) < len(left):
+            chosen.append(pattern)
+            left = kept
+    return chosen + sorted(left)
+
+
+def _listed(title: str, items: list[str], shown: int = 10) -> str:
+    rest = [f"  and {len(items) - shown} more"] if len(items) > shown else []
+    return "\n".join([title + ":", *(f"  {item}" for item in items[:shown]), *rest])
+
+
+def parameters(module: Module) -> int:
+    """Number of weights."""
+    return math.prod(module.shape)
+
+
+def in_vision(module: str) -> bool:
+    """Whether a module belongs to the vision tower or its projector."""
+    return bool(VISION.search(module))
