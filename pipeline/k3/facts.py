@@ -187,7 +187,7 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
             tensors.append(Tensor(f"{root}model.output_attn_res_proj", Role.RESIDUAL, (1, hidden), linear=False))
         if not (text.get("tie_word_embeddings") or config.get("tie_word_embeddings")):
             tensors.append(Tensor(f"{root}lm_head", Role.LM_HEAD, (vocab, hidden), shard=Shard.VOCAB, linear=False))
-        tensors += build.vision_tensors(config.get("vision_config") or {})
+        tensors += build.vision_tensors(config.get("vision_config") or {}, hidden)
         max_len = text.get("max_position_embeddings") or 0
     except KeyError as error:
         raise Unreadable(f"config.json lacks {error.args[0]!r}, which a {text.get('model_type')!r} model needs") from None

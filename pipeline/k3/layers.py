@@ -168,26 +168,35 @@ def moe_layer(text: dict[str, Any], prefix: str, layer: int, names: tuple[str, s
     return tensors
 
 
-def vision_tensors(vision: dict[str, Any]) -> list[Tensor]:
+# Defaults of KimiK3VisionConfig (vllm/transformers_utils/configs/kimi_k3.py), for configs that leave keys out.
+VISION_DEFAULTS = {
+    "merge_kernel_size": (2, 2),
+    "qkv_hidden_size": 1536,
+    "patch_size": 14,
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+}
+
+
+def vision_tensors(vision: dict[str, Any], hidden_size: int) -> list[Tensor]:
     """MoonViT and the patch merger of K3.  Text-only serving loads none of it; the file holds all of it."""
     if "vt_hidden_size" not in vision:
         return []
+    vision = VISION_DEFAULTS | vision
     hidden, wide, merge = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["merge_kernel_size"]
     qkv, layers, patch = vision["qkv_hidden_size"], vision["vt_num_hidden_layers"], vision["patch_size"]
-    merged = hidden * merge[0] * merge[1]
-    shapes: list[tuple[str, tuple[int, ...], int]] = [
-        ("vision_tower.patch_embed.proj", (hidden, 3, patch, patch), 1),
-        ("vision_tower.patch_embed.pos_emb", (vision["init_pos_emb_height"], vision["init_pos_emb_width"], hidden), 1),
-        ("vision_tower.encoder.blocks.*.wqkv", (3 * qkv, hidden), layers),
-        ("vision_tower.encoder.blocks.*.wo", (hidden, qkv), layers),
-        ("vision_tower.encoder.blocks.*.mlp.fc0", (wide, hidden), layers),
-        ("vision_tower.encoder.blocks.*.mlp.fc1", (hidden, wide), layers),
-        ("vision_tower.encoder.blocks.*.norm0", (hidden,), layers),
-        ("vision_tower.encoder.blocks.*.norm1", (hidden,), layers),
-        ("vision_tower.encoder.final_layernorm", (hidden,), 1),
+    merged, out = hidden * merge[0] * merge[1], vision.get("text_hidden_size", hidden_size)
+    tower: list[tuple[str, tuple[int, ...], int]] = [
+        ("patch_embed.proj", (hidden, 3, patch, patch), 1),
+        ("patch_embed.pos_emb", (vision["init_pos_emb_height"], vision["init_pos_emb_width"], hidden), 1),
+        ("encoder.blocks.*.wqkv", (3 * qkv, hidden), layers),
+        ("encoder.blocks.*.wo", (hidden, qkv), layers),
+        ("encoder.blocks.*.mlp.fc0", (wide, hidden), layers),
+        ("encoder.blocks.*.mlp.fc1", (hidden, wide), layers),
+        ("encoder.blocks.*.norm0", (hidden,), layers),
+        ("encoder.blocks.*.norm1", (hidden,), layers),
+        ("encoder.final_layernorm", (hidden,), 1),
     ]
-    out = vision["text_hidden_size"]
-    projector = [("mm_projector.linear_1", (merged, merged)), ("mm_projector.linear_2", (out, merged))]
-    tensors = [Tensor(name, Role.VISION, shape, count=count, linear=False) for name, shape, count in shapes]
-    tensors += [Tensor(name, Role.PROJECTOR, shape, linear=False) for name, shape in projector]
-    return [*tensors, Tensor("mm_projector.post_norm", Role.PROJECTOR, (out,), linear=False)]
+    projector = [("linear_1", (merged, merged)), ("linear_2", (out, merged)), ("post_norm", (out,))]
+    tensors = [Tensor(f"vision_tower.{name}", Role.VISION, shape, count=n, linear=False) for name, shape, n in tower]
+    return tensors + [Tensor(f"mm_projector.{name}", Role.PROJECTOR, shape, linear=False) for name, shape in projector]

@@ -14,7 +14,7 @@ from pipeline.plan.hardware import Hardware
 from pipeline.plan.planner import evaluate
 from pipeline.plan.request import Model, Overrides, Request, load_model, make_request
 from pipeline.plan.result import PlanResult
-from pipeline.plan.schemes import scheme
+from pipeline.plan.schemes import Scheme, scheme, scheme_of_recipe
 
 # The scheme nearest to each: same arithmetic, finer or coarser scales, then the next format.
 NEAREST = {
@@ -39,12 +39,14 @@ def plan(
     quant: str = "native",
     kv: str = "auto",
     *,
+    recipe: dict[str, Any] | None = None,
     overrides: Overrides | None = None,
     name: str = "model",
     alternatives: bool = True,
 ) -> PlanResult:
     """Plan ``quant``-``kv`` of a model on a machine.
 
+    ``recipe`` is the quantization recipe behind ``quant`` where it is not the one this module knows under that key.
     ``model_config`` is a parsed ``config.json``, a path or name of one, or a loaded :class:`Model`.  Refusals are part of the
     result; only what cannot be read raises (:class:`~pipeline.errors.Unreadable`), and a key that does not exist
     (:class:`~pipeline.errors.Refused`).
@@ -56,8 +58,8 @@ def plan(
     else:
         model = load_model(str(model_config))
     machine = machines.load(hardware) if isinstance(hardware, str) else hardware
-    scheme(quant)
-    request = make_request(model, machine, quant, kv, overrides)
+    chosen = scheme_of_recipe(quant, recipe) if recipe else scheme(quant)
+    request = make_request(model, machine, chosen, kv, overrides)
     result = evaluate(request)
     if not result.refusals or not alternatives:
         return result
@@ -65,9 +67,10 @@ def plan(
     return changed(result, refusals=[changed(refusal, alternative=nearest or None) for refusal in result.refusals])
 
 
-def _works(model: Model, machine: Hardware, quant: str, kv: str, overrides: Overrides) -> bool:
+def _works(model: Model, machine: Hardware, quant: Scheme | str, kv: str, overrides: Overrides) -> bool:
+    chosen = scheme(quant) if isinstance(quant, str) else quant
     try:
-        return not evaluate(make_request(model, machine, quant, kv, overrides)).refusals
+        return not evaluate(make_request(model, machine, chosen, kv, overrides)).refusals
     except Refused:
         return False
 
@@ -79,7 +82,7 @@ def _nearest(request: Request, result: PlanResult) -> list[str]:
 
 
 def _one_change(request: Request, result: PlanResult) -> Iterator[str]:
-    model, machine, quant, kv, asked = request.model, request.hardware, request.quant, request.kv, request.overrides
+    model, machine, quant, kv, asked = request.model, request.hardware, request.scheme, request.kv, request.overrides
     longest = result.longest_sequence_tokens
     if 0 < longest < request.cache.max_model_len and _works(model, machine, quant, kv, changed(asked, max_model_len=longest)):
         yield f"max_model_len {longest}"
@@ -98,24 +101,24 @@ def _one_change(request: Request, result: PlanResult) -> Iterator[str]:
             break
     if kv != "auto" and _works(model, machine, quant, "auto", asked):
         yield f"kv auto on {machine.name}"
-    for other in NEAREST.get(quant, ()):
+    for other in NEAREST.get(request.quant, ()):
         if _works(model, machine, other, kv, asked):
             yield f"quant {other} on {machine.name}"
             break
     for other_machine in _other_machines(machine):
         if _works(model, other_machine, quant, kv, _portable(asked)):
-            yield f"{quant}-{kv} on {other_machine.name}"
+            yield f"{request.quant}-{kv} on {other_machine.name}"
             break
 
 
 def _two_changes(request: Request) -> Iterator[str]:
     model, machine, quant, asked = request.model, request.hardware, request.quant, request.overrides
-    for other in NEAREST.get(quant, ()):
+    for other in NEAREST.get(request.quant, ()):
         if _works(model, machine, other, "auto", asked):
             yield f"{other}-auto on {machine.name}"
             break
     for other_machine in _other_machines(machine):
-        for other in (quant, *NEAREST.get(quant, ())):
+        for other in (quant, *NEAREST.get(request.quant, ())):
             if _works(model, other_machine, other, "auto", _portable(asked)):
                 yield f"{other}-auto on {other_machine.name}"
                 return

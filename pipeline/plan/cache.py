@@ -185,6 +185,10 @@ class CachePlan:
         """Blocks of the pool that one sequence of ``length`` tokens holds."""
         return self.attention_blocks(length) + self.state_blocks
 
+    def pool_bytes(self, length: int) -> int:
+        """What the pool gives up for one sequence of ``length`` tokens."""
+        return self.blocks(length) * self.bytes_per_block
+
     def num_blocks(self, budget: int) -> int:
         return max(0, budget) // self.bytes_per_block if self.bytes_per_block else 0
 

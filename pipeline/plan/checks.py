@@ -8,7 +8,7 @@ from pipeline.k3 import declared_quantizations, ignore_patterns_without_match, k
 from pipeline.plan.compatibility import Verdict, engine_too_old, lookup
 from pipeline.plan.request import Request
 from pipeline.plan.result import Refusal
-from pipeline.plan.schemes import SCHEMES, scheme, storage_rule
+from pipeline.plan.schemes import SCHEMES, storage_rule
 from pipeline.plan.weights import bad_cuts, fused_conflicts
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _combination(request: Request) -> list[Refusal]:
 
 
 def _cuts(request: Request) -> list[Refusal]:
-    facts, config, chosen = request.model.facts, request.model.config, scheme(request.quant)
+    facts, config, chosen = request.model.facts, request.model.config, request.scheme
     rule = storage_rule(config, facts, chosen)
     wider = storage_rule(config, facts, SCHEMES["fp8_all"]) if chosen.format == "fp8_block" else None
     cuts = bad_cuts(facts, rule, request.layout, wider)

@@ -13,7 +13,7 @@ from pipeline.plan.checks import refusals_of, warnings_of
 from pipeline.plan.compatibility import lookup
 from pipeline.plan.request import Request
 from pipeline.plan.result import PlanResult, Refusal
-from pipeline.plan.schemes import scheme, storage_rule
+from pipeline.plan.schemes import storage_rule
 from pipeline.plan.weights import Weights, checkpoint_weights, rank_weights
 
 LENGTHS = (1024, 4096, 8192, 32768, 131072, 262144, 524288, 1048576)
@@ -50,8 +50,7 @@ def memory(request: Request, weight_factor: float = 1.0, activation_factor: floa
     part left unreserved (vllm/v1/worker/gpu_worker.py, determine_available_memory).  CPU: the pool is the given budget.
     """
     facts, hardware = request.model.facts, request.hardware
-    chosen = scheme(request.quant)
-    rule = storage_rule(request.model.config, facts, chosen)
+    rule = storage_rule(request.model.config, facts, request.scheme)
     weights = rank_weights(facts, rule, request.layout, hardware.platform, request.text_only)
     caches = plan_cache(facts, request.layout, request.cache)
     peak = activation(facts, request.layout, request.cache, request.max_num_batched_tokens, request.max_num_seqs)
@@ -94,7 +93,7 @@ def kv_label(request: Request) -> str:
 
 def requantization(request: Request) -> str:
     """How the source becomes the variant; raises :class:`Refused` where no sound way exists."""
-    source, chosen = source_format(request.model.config), scheme(request.quant)
+    source, chosen = source_format(request.model.config), request.scheme
     if chosen.format == "native":
         return "none: served as published"
     if not source.is_quantized:
@@ -178,6 +177,11 @@ def evaluate(request: Request) -> PlanResult:
         tie_tokens=twin["auto"].tie_tokens if twin else None,
         tie_tokens_fp8=twin["fp8"].tie_tokens if twin else None,
         fp8_kv_gain={str(length): round(kv_gain(twin["auto"], twin["fp8"], length), 3) for length in lengths} if twin else {},
+        fp8_kv_gain_pool={
+            str(length): round(twin["auto"].pool_bytes(length) / twin["fp8"].pool_bytes(length), 3) for length in lengths
+        }
+        if twin
+        else {},
         refusals=refusals,
         warnings=warnings_of(request, laid, found),
     )

@@ -62,7 +62,8 @@ def plan_text(result: PlanResult) -> str:
         ("pool", f"{size(r.kv_pool_bytes)} = {r.num_blocks:,} blocks of {size(r.bytes_per_block)}, {r.kv_capacity_tokens:,} tokens"),
         ("longest sequence", f"{r.longest_sequence_tokens:,} tokens (max_model_len {r.max_model_len:,})"),
         ("concurrency", ", ".join(f"{length(int(k))}: {v}" for k, v in r.max_concurrency.items())),
-        ("fp8 KV gains", ", ".join(f"{length(int(k))}: {v:.2f}x" for k, v in r.fp8_kv_gain.items())),
+        ("fp8 KV gains", ", ".join(f"{length(int(k))}: {v:.2f}x" for k, v in r.fp8_kv_gain.items()) + "  (nominal bytes)"),
+        ("  in the pool", ", ".join(f"{length(int(k))}: {v:.2f}x" for k, v in r.fp8_kv_gain_pool.items()) + "  (whole blocks)"),
     ]
     text = table(rows)
     for refusal in r.refusals:

@@ -12,6 +12,7 @@ from pipeline.plan.cache import CacheSettings, kv_key
 from pipeline.plan.compatibility import Combination, family
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.layout import Layout
+from pipeline.plan.schemes import Scheme
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -62,7 +63,7 @@ class Request:
 
     model: Model
     hardware: Hardware
-    quant: str
+    scheme: Scheme
     kv: str
     layout: Layout
     cache: CacheSettings
@@ -73,6 +74,10 @@ class Request:
     engine_version: str
     text_only: bool
     overrides: Overrides
+
+    @property
+    def quant(self) -> str:
+        return self.scheme.key
 
     @property
     def combination(self) -> Combination:
@@ -102,7 +107,9 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def make_request(model: Model, hardware: Hardware, quant: str, kv: str, overrides: Overrides | None = None) -> Request:
+def make_request(
+    model: Model, hardware: Hardware, chosen: Scheme, kv: str, overrides: Overrides | None = None
+) -> Request:
     """Fill in what the caller left open: the recipe's flag, else the engine's default."""
     asked = overrides or Overrides()
     tokens, seqs = _batch_defaults(hardware)
@@ -113,7 +120,7 @@ def make_request(model: Model, hardware: Hardware, quant: str, kv: str, override
     return Request(
         model=model,
         hardware=hardware,
-        quant=quant,
+        scheme=chosen,
         kv=kv,
         layout=Layout(
             _first(asked.tensor_parallel, base.tensor),

@@ -75,6 +75,7 @@ class PlanResult:
     tie_tokens: float | None
     tie_tokens_fp8: float | None
     fp8_kv_gain: dict[str, float]
+    fp8_kv_gain_pool: dict[str, float]
     refusals: list[Refusal] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

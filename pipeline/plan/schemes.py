@@ -41,7 +41,6 @@ class Scheme:
     group: int | None = None
     calibrated: bool = False
     activations: str = "bfloat16"
-    container: str = "dense"
 
 
 SCHEMES = {
@@ -49,17 +48,17 @@ SCHEMES = {
     for scheme in (
         Scheme("native", "native"),
         Scheme("bf16", "bfloat16", "none"),
-        Scheme("fp8", "fp8_block", activations="float8", container="float-quantized"),
-        Scheme("fp8_channel", "fp8_channel", activations="float8", container="float-quantized"),
-        Scheme("fp8_dense", "fp8_block", "dense_only", activations="float8", container="mixed-precision"),
-        Scheme("fp8_all", "fp8_block", "dense_too", activations="float8", container="float-quantized"),
-        Scheme("int8", "int8_channel", activations="int8", container="int-quantized"),
-        Scheme("int8_sq", "int8_channel", calibrated=True, activations="int8", container="int-quantized"),
-        Scheme("w4a16", "int4", group=32, container="pack-quantized"),
-        Scheme("w4a16_g128", "int4", group=128, container="pack-quantized"),
-        Scheme("w4a16_gptq", "int4", group=32, calibrated=True, container="pack-quantized"),
-        Scheme("w4a16_awq", "int4", group=32, calibrated=True, container="pack-quantized"),
-        Scheme("nvfp4", "nvfp4", group=16, container="nvfp4-pack-quantized"),
+        Scheme("fp8", "fp8_block", activations="float8"),
+        Scheme("fp8_channel", "fp8_channel", activations="float8"),
+        Scheme("fp8_dense", "fp8_block", "dense_only", activations="float8"),
+        Scheme("fp8_all", "fp8_block", "dense_too", activations="float8"),
+        Scheme("int8", "int8_channel", activations="int8"),
+        Scheme("int8_sq", "int8_channel", calibrated=True, activations="int8"),
+        Scheme("w4a16", "int4", group=32),
+        Scheme("w4a16_g128", "int4", group=128),
+        Scheme("w4a16_gptq", "int4", group=32, calibrated=True),
+        Scheme("w4a16_awq", "int4", group=32, calibrated=True),
+        Scheme("nvfp4", "nvfp4", group=16),
     )
 }
 
@@ -132,6 +131,23 @@ def scheme(key: str) -> Scheme:
     if key not in SCHEMES:
         raise Refused(f"no quantization {key!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[key]
+
+
+# Recipe names (pipeline.quant) -> weight formats here.
+RECIPE_FORMATS = {"w4a16": "int4", "w2_control": "int4"}
+
+
+def scheme_of_recipe(key: str, recipe: dict[str, Any]) -> Scheme:
+    """The scheme that a quantization recipe (one entry of the parameters' ``quant.schemes``) amounts to."""
+    known = SCHEMES.get(key)
+    name = recipe.get("format", "native")
+    name = RECIPE_FORMATS.get(name, name)
+    if name not in ("native", "bfloat16"):
+        storage(name, recipe.get("group_size"))  # raises for a format that is not known
+    group = recipe.get("group_size") or {"int4": 32, "nvfp4": 16}.get(name)
+    activations = {"fp8_block": "float8", "fp8_channel": "float8", "int8_channel": "int8"}.get(name, "bfloat16")
+    calibrated = bool(known and known.calibrated)
+    return Scheme(key, name, recipe.get("scope", "experts"), group, calibrated, activations)
 
 
 def _in_scope(tensor: Tensor, scope: str, has_experts: bool) -> bool:
