@@ -115,8 +115,7 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
         self.kv_cache_dtype = cache.cache_dtype
         self.fp8_type = kv_cache.FP8_TYPES.get(cache.cache_dtype)
         # The latent serves as key and value, so only k_scale is applied; v_scale is kept for the report.
-        self.register_buffer("k_scale", torch.ones(()), persistent=False)
-        self.register_buffer("v_scale", torch.ones(()), persistent=False)
+        self.k_scale = self.v_scale = 1.0
         self.loaded_scales: set[str] = set()
         self.kv_cache = torch.empty(0)
         self._up_projection = None
@@ -169,7 +168,7 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
         """A calibrated ``k_scale`` / ``v_scale``: one value a layer."""
         if value.numel() != 1 or not torch.isfinite(value.float()).all() or value.float().min() <= 0:
             raise ValueError(f"{self.prefix}.{name}: expected one finite positive scale, got {value.flatten()[:4].tolist()}")
-        getattr(self, name).fill_(value.float().item())
+        setattr(self, name, value.float().item())
         self.loaded_scales.add(name)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -226,7 +225,7 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
         cached = self.kv_cache[blocks].flatten(-3, -2)
         if self.fp8_type is None:
             return cached.to(dtype)
-        return lookup.decode(lookup.fp8_table(self.fp8_type, dtype, float(self.k_scale)), cached)
+        return lookup.decode(lookup.fp8_table(self.fp8_type, dtype, self.k_scale), cached)
 
     def _absorbed(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK [H, N, L] and W_UV [H, L, V]: `kv_b_proj` as matrices, dequantized whatever its scheme."""
