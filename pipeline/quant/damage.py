@@ -13,29 +13,28 @@ from typing import Any
 class Damage:
     """``inexact`` of ``weights`` decode to another number than the source's; ``error`` and ``signal`` are sums of squares.
 
-    ``signal`` is ``None`` where nothing changed (it is needed only to put an error in relation).  ``spread`` is the largest
-    difference of two MXFP4 group exponents under one output scale, ``None`` for sources without group exponents.
+    ``spread`` is the largest difference of two MXFP4 group exponents under one output scale, all-zero groups left out;
+    ``None`` for sources without group exponents.
     """
 
     weights: int
     inexact: int
     error: float
-    signal: float | None
+    signal: float
     spread: int | None
 
     def __add__(self, other: Damage) -> Damage:
-        signals = [signal for signal in (self.signal, other.signal) if signal is not None]
         spreads = [spread for spread in (self.spread, other.spread) if spread is not None]
         return Damage(
             self.weights + other.weights,
             self.inexact + other.inexact,
             self.error + other.error,
-            sum(signals) if signals else None,
+            self.signal + other.signal,
             max(spreads) if spreads else None,
         )
 
 
-NOTHING = Damage(0, 0, 0.0, None, None)
+NOTHING = Damage(0, 0, 0.0, 0.0, None)
 
 
 def report(damage: Damage) -> dict[str, Any]:

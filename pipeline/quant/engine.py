@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from pipeline import files
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.reading import CONFIG, INDEX, MANIFEST
-from pipeline.errors import Refused
+from pipeline.errors import Invalid, Refused
 from pipeline.quant import native, planning
 from pipeline.quant.config import PROVENANCE
 from pipeline.quant.damage import Damage, summarize
@@ -182,27 +183,31 @@ def _work(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Recipe) ->
 
 def _convert_all(plan: Plan, todo: list[ShardPlan], partial: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
     total = sum(shard.source_bytes for shard in todo)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=plan.recipe.format, disable=None if todo else True)
-    with bar:
-        if workers == 1 or len(todo) < 2:
+    bar = {"total": total, "unit": "B", "unit_scale": True, "desc": plan.recipe.format, "disable": None if todo else True}
+    if workers == 1 or len(todo) < 2:
+        with tqdm(**bar) as shown:
             for shard in todo:
-                yield shard.name, _convert_one(plan.source, partial, shard, plan.recipe, bar.update)
-            return
-        context = multiprocessing.get_context("spawn")
-        counter = context.Value("q", 0)
-        largest_first = sorted(todo, key=lambda shard: -shard.source_bytes)
-        pool = ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (counter, os.getpid()))
-        try:
-            pending: dict[Future, str] = {
-                pool.submit(_work, plan.source, partial, shard, plan.recipe): shard.name for shard in largest_first
-            }
+                yield shard.name, _convert_one(plan.source, partial, shard, plan.recipe, shown.update)
+        return
+    # fork: a worker must not import the caller's main module again, as spawn does; nothing here runs threads before.
+    context = multiprocessing.get_context("fork")
+    counter = context.Value("q", 0)
+    largest_first = sorted(todo, key=lambda shard: -shard.source_bytes)
+    pool = ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (counter, os.getpid()))
+    try:
+        pending: dict[Future, str] = {
+            pool.submit(_work, plan.source, partial, shard, plan.recipe): shard.name for shard in largest_first
+        }
+        with tqdm(**bar) as shown:
             while pending:
                 finished, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                bar.update(counter.value - bar.n)
+                shown.update(counter.value - shown.n)
                 for future in finished:
                     yield pending.pop(future), future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool:
+        raise Invalid("a worker process was killed (out of memory?); run again to resume, with fewer workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _finish(plan: Plan, done: dict[str, dict[str, Any]], partial: Path, target: Path) -> dict[str, Any]:

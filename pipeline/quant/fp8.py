@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.quant import tables
-from pipeline.quant.numbers import E4M3_MAX, round_bf16
+from pipeline.checkpoint.numbers import E4M3_MAX, round_bf16
 from pipeline.quant.scheme import RegionScheme, amax_rule, e4m3
 
 BLOCK = 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.quant import tables
-from pipeline.quant.numbers import round_bf16
+from pipeline.checkpoint.numbers import round_bf16
 from pipeline.quant.scheme import RegionScheme, amax_rule, integers
 
 EXACT_OFFSET = 5  # 0.5 * 2^(6 - 5) = 1, the smallest integer

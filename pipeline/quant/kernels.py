@@ -8,14 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pipeline.quant.numbers import E8M0_BIAS
-from pipeline.quant.tables import ERROR_FRACTION_BITS, EXACT, INEXACT_BITS, PEAK_1, PEAK_1_5, SIGNAL_BITS, SMALLEST_OFFSET
+from pipeline.checkpoint.numbers import E8M0_BIAS
+from pipeline.quant.tables import ERROR_FRACTION_BITS, EXACT, INEXACT_BITS, PEAK_1, PEAK_1_5, SMALLEST_OFFSET
 
 EMPTY = -(1 << 20)  # "no non-zero weight here"; far below every exponent
 INEXACT_MASK = np.uint64((1 << INEXACT_BITS) - 1)
-SIGNAL_MASK = np.uint64((1 << SIGNAL_BITS) - 1)
-INEXACT_SHIFT = np.uint64(INEXACT_BITS)
-ERROR_SHIFT = np.uint64(INEXACT_BITS + SIGNAL_BITS)
+ERROR_SHIFT = np.uint64(INEXACT_BITS)
 ONES = np.uint64(0x1111111111111111)
 ONE, TWO = np.uint64(1), np.uint64(2)
 POWER_OF_4 = 4.0 ** (np.arange(256) - float(E8M0_BIAS))
@@ -81,17 +79,11 @@ def regions(words, exponents, region_rows, region_groups, peak, lowest, highest)
 
 @njit(nogil=True, cache=True)
 def look_up(packed, exponents, region_rows, region_groups, peak, lowest, out_table, statistics, exact_offset, out):
-    """Fill ``out`` [rows, columns/2] and return (inexact weights, squared error, signal power, weights not summed).
-
-    The signal power covers only the groups of regions that are not exact; ``weights not summed`` says how many were left
-    out.  Power and error are in units of the weights squared.
-    """
+    """Fill ``out`` [rows, columns/2] and return (inexact weights, squared error in units of the weights squared)."""
     rows, groups = exponents.shape
     last = out_table.shape[1] - 1
     inexact = np.int64(0)
     error = 0.0
-    signal = 0.0
-    unsummed = np.int64(0)
     for row in range(rows):
         r = row // region_rows
         for group in range(groups):
@@ -105,7 +97,6 @@ def look_up(packed, exponents, region_rows, region_groups, peak, lowest, out_tab
                 table = out_table[EXACT, offset]
                 for j in range(start, start + 16):
                     out[row, j] = table[packed[row, j]]
-                unsummed += 32
                 continue
             which = PEAK_1_5 if key & 1 else PEAK_1
             table = out_table[which, offset]
@@ -115,11 +106,9 @@ def look_up(packed, exponents, region_rows, region_groups, peak, lowest, out_tab
                 byte = packed[row, j]
                 out[row, j] = table[byte]
                 total += words[byte]
-            power = POWER_OF_4[exponents[row, group]]
             inexact += np.int64(total & INEXACT_MASK)
-            signal += np.float64((total >> INEXACT_SHIFT) & SIGNAL_MASK) * 0.25 * power
-            error += np.float64(total >> ERROR_SHIFT) * ERROR_UNIT * power
-    return inexact, error, signal, unsummed
+            error += np.float64(total >> ERROR_SHIFT) * ERROR_UNIT * POWER_OF_4[exponents[row, group]]
+    return inexact, error
 
 
 @njit(nogil=True, cache=True)

@@ -51,13 +51,11 @@ def link(source: Path, target: Path, source_manifest: dict[str, Any] | None = No
     if target.exists():
         shutil.rmtree(target)
     os.replace(partial, target)
-    weights = {module.kind: 0 for module in packed}
     rows = (
-        (module.kind, planning.layout.layer_of(module.name), Damage(scope.parameters(module), 0, 0.0, None, None))
+        (module.kind, planning.layout.layer_of(module.name), Damage(scope.parameters(module), 0, 0.0, 0.0, None))
         for module in packed
     )
     shards = [entry for entry in built["files"] if entry["name"] in checkpoint.headers]
-    del weights
     return {
         "status": "valid",
         "reason": None,

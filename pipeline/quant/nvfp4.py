@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.errors import Refused
 from pipeline.quant import kernels
 from pipeline.quant.damage import Damage
-from pipeline.quant.numbers import E2M1, E8M0_BIAS, codes_of_bytes
+from pipeline.checkpoint.numbers import E2M1, E8M0_BIAS, codes_of_bytes
 from pipeline.quant.scheme import SQUARES, Converted
 
 GROUP = 16
@@ -81,14 +81,14 @@ class Nvfp4Scheme:
         power = np.where(full, power, TOP)
         shift = np.clip(-9 - power, 0, LARGEST_SHIFT)
         out = packed
-        inexact, error, signal = 0, 0.0, None
+        inexact, error = 0, 0.0
         if shift.any():
             per_byte = np.repeat(shift, 16, axis=1)
             out = SHIFTED[per_byte, packed]
             inexact = int(CHANGED[per_byte, packed].sum())
             per_group = ERROR[per_byte, packed].reshape(rows, groups, 16).sum(-1)
             error = float((per_group * 4.0 ** (exponents.astype(np.float64) - E8M0_BIAS)).sum())
-            signal = kernels.signal_power(packed, exponents, SQUARES) if inexact else None
+        signal = kernels.signal_power(packed, exponents, SQUARES)
         power = np.maximum(power, -9)
         scale = np.where(power >= -6, (power + 7) << 3, 1 << np.maximum(power + 9, 0)).astype(np.uint8)
         spread = int(highest[full].max() - lowest[full].min()) if full.any() else 0

@@ -17,7 +17,7 @@ from pipeline.checkpoint.headers import ITEM_BITS, Tensor, build_header, tensor_
 from pipeline.checkpoint.reading import INDEX, MANIFEST
 from pipeline.errors import Refused
 from pipeline.quant import config, nvfp4, schemes, scope
-from pipeline.quant.numbers import E8M0_BIAS, E8M0_NAN
+from pipeline.checkpoint.numbers import E8M0_BIAS, E8M0_NAN
 from pipeline.quant.recipe import Recipe
 from pipeline.quant.scope import Module
 

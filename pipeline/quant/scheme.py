@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.checkpoint import numbers
 from pipeline.errors import Refused
-from pipeline.quant import kernels, numbers
+from pipeline.quant import kernels
 from pipeline.quant.damage import Damage
 from pipeline.quant.tables import EXACT, PEAK_1, PEAK_1_5, Tables
 
@@ -121,17 +122,16 @@ class RegionScheme:
         tables = self.tables
         shape = (rows, groups * 16)
         out = np.empty(shape, tables.out.dtype) if out is None else _view(out, shape, tables.out.dtype)
-        inexact, error, signal, unsummed = kernels.look_up(
+        inexact, error = kernels.look_up(
             packed, exponents, self.region_rows, region_groups, peak, lowest, tables.out, tables.statistics,
             tables.exact_offset, out,
         )  # fmt: skip
-        if inexact and unsummed:
-            signal = kernels.signal_power(packed, exponents, SQUARES)
+        signal = kernels.signal_power(packed, exponents, SQUARES)
         top = peak >> 1
         which = np.where(top - lowest <= tables.exact_offset, EXACT, np.where(peak & 1, PEAK_1_5, PEAK_1))
         scale = np.where(full, np.ldexp(tables.unit_scale[which], np.where(full, top, 0)), tables.zero_scale)
         spread = int((highest - lowest)[full].max()) if full.any() else 0
-        damage = Damage(rows * groups * 32, inexact, error, signal if inexact else None, spread)
+        damage = Damage(rows * groups * 32, inexact, error, signal, spread)
         return Converted(out, scale.astype(np.float32), damage)
 
     def from_float(self, x: np.ndarray, dtype: str) -> Converted:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.checkpoint.headers import Tensor
 from pipeline.errors import Refused
-from pipeline.quant import numbers
+from pipeline.checkpoint import numbers
 from pipeline.quant.damage import NOTHING, Damage
 from pipeline.quant.nvfp4 import Nvfp4Scheme
 from pipeline.quant.planning import Convert, Copy, ShardPlan, rows_of, scheme_of

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.quant.numbers import E2M1, codes_of_bytes
+from pipeline.checkpoint.numbers import E2M1, codes_of_bytes
 
 SMALLEST_OFFSET = -1  # a group whose largest code is 0.5 lies one below its own exponent
 EXACT, PEAK_1, PEAK_1_5 = range(3)
 
 # One statistics word per table entry; a group of 32 weights (16 bytes) adds 16 of them without overflow.
 INEXACT_BITS = 6
-SIGNAL_BITS = 14  # sum of (2 * code)^2 <= 32 * 144
-ERROR_FRACTION_BITS = 33  # sum of error^2 <= 32 * 36 < 2^11: 44 bits
+ERROR_FRACTION_BITS = 46  # sum of error^2 <= 32 * 36 < 2^11: 57 bits
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,11 @@ def build(
         error = (decoded.astype(np.float64) * np.float64(np.float32(scale)) - x.astype(np.float64)) * np.exp2(
             offsets.astype(np.float64)
         )[:, None, None]
-        signal = np.rint((2 * codes.astype(np.float64)) ** 2).sum(-1).astype(np.uint64)
         inexact = (error != 0).sum(-1).astype(np.uint64)
         # An inexact weight never counts as error 0, however small the error.
         fixed = np.rint((error**2).sum(-1) * 2.0**ERROR_FRACTION_BITS).astype(np.uint64)
         fixed = np.maximum(fixed, (inexact > 0).astype(np.uint64))
-        word = inexact | (signal[None, :] << np.uint64(INEXACT_BITS)) | (fixed << np.uint64(INEXACT_BITS + SIGNAL_BITS))
+        word = inexact | (fixed << np.uint64(INEXACT_BITS))
         outs.append(pack(stored))
         words.append(word)
     return Tables(

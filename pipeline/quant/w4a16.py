@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.quant import tables
-from pipeline.quant.numbers import round_bf16
+from pipeline.checkpoint.numbers import round_bf16
 from pipeline.quant.scheme import RegionScheme, amax_rule, integers
 
 
