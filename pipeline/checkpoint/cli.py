@@ -1,0 +1,61 @@
+"""``python3 -m pipeline verify DIR``: lint a checkpoint, ours or a stranger's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from pipeline import files
+from pipeline.checkpoint.finding import ERROR
+from pipeline.checkpoint.lint import lint
+from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, EXIT_UNREADABLE, PipelineError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="pipeline verify",
+        description="List everything that is wrong with a checkpoint. Exit code 0: no errors; 3: findings; 6: cannot read it.",
+    )
+    made.add_argument("directory", help="the checkpoint")
+    made.add_argument("--base", help="the checkpoint it was made from: compare names, dtypes, bytes and auxiliary files")
+    made.add_argument("--hashes", metavar="MANIFEST", help="check every file's size and SHA-256 against this manifest")
+    made.add_argument("--headers-only", action="store_true", help="read no tensor bytes")
+    made.add_argument("--strict", action="store_true", help="warnings count as findings")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the lint; returns 0, 3 or 6."""
+    arguments = parser().parse_args(argv)
+    try:
+        manifest = files.read_json(arguments.hashes) if arguments.hashes else None
+        findings = lint(
+            arguments.directory, base=arguments.base, manifest=manifest, headers_only=arguments.headers_only
+        )
+    except PipelineError as error:
+        if arguments.json:
+            print(json.dumps({"status": "invalid", "reason": str(error), "findings": []}))
+        print(f"verify: {error}", file=sys.stderr)
+        return EXIT_UNREADABLE
+    errors = [finding for finding in findings if finding.severity == ERROR or arguments.strict]
+    warnings = len(findings) - len(errors)
+    if arguments.json:
+        result = {
+            "status": "valid",
+            "reason": None,
+            "clean": not errors,
+            "errors": len(errors),
+            "warnings": warnings,
+            "rules": dict(Counter(finding.rule for finding in findings)),
+            "findings": [finding.to_dict() for finding in findings],
+        }
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        for finding in findings:
+            print(finding)
+        print(f"{arguments.directory}: {len(errors)} errors, {warnings} warnings")
+    return EXIT_REFUSED if errors else EXIT_GOOD
