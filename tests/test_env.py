@@ -24,7 +24,8 @@ FAKE_TOOL = r"""
 import json, os, pathlib, re, sys, time
 tool, folder, *arguments = sys.argv[1:]
 folder, control = pathlib.Path(folder), pathlib.Path(os.environ["FAKE"])
-step = "venv" if tool == "venv" else "packages" if "-r" in arguments else "plugin" if "--no-index" in arguments else "torch"
+pip_step = "packages" if "-r" in arguments else "plugin" if "--no-index" in arguments else "torch"
+step = "venv" if tool == "venv" else pip_step
 
 def note(what):
     with open(control / "trace", "a") as trace:
@@ -123,7 +124,7 @@ def in_child(function, *arguments) -> multiprocessing.Process:
     return process
 
 
-# --- made once, made whole ----------------------------------------------------------------------------------------------
+# --- made once, made whole --------------------------------------------------------------------------------------------
 
 
 def test_made_once_then_found(workshop):
@@ -191,7 +192,7 @@ def test_libraries_that_do_not_load_are_not_called_ready(workshop, monkeypatch):
     assert env_facts.state("plain") == HALF_MADE
 
 
-# --- the plugin has a stamp of its own ----------------------------------------------------------------------------------
+# --- the plugin has a stamp of its own --------------------------------------------------------------------------------
 
 
 def test_changed_plugin_reinstalls_only_the_plugin(workshop):
@@ -216,6 +217,16 @@ def test_plugin_that_fails_is_tried_again_alone(workshop):
     assert workshop.steps() == ["plugin"]
 
 
+def test_plugin_that_broke_off_is_not_trusted_when_its_source_goes_back(workshop):
+    env.ensure("full")
+    (workshop.plugin / "package" / "__init__.py").write_text("VERSION = 2")
+    (workshop.control / "fail-plugin").write_text("killed half-way")
+    with pytest.raises(env_make.NotMade):
+        env.ensure("full")
+    (workshop.plugin / "package" / "__init__.py").write_text("")
+    assert env_facts.state("full") == STALE_PLUGIN
+
+
 def test_plugin_is_built_from_a_copy_of_its_sources(workshop):
     (workshop.plugin / "package" / "__pycache__").mkdir()
     (workshop.plugin / "package" / "__pycache__" / "old.pyc").write_text("")
@@ -228,7 +239,7 @@ def test_plugin_is_built_from_a_copy_of_its_sources(workshop):
     assert files == ["package/__init__.py", "pyproject.toml"]
 
 
-# --- several makers, killed makers, running users -----------------------------------------------------------------------
+# --- several makers, killed makers, running users ---------------------------------------------------------------------
 
 
 def test_makers_wait_for_each_other_and_say_so(workshop, capfd):
@@ -281,7 +292,7 @@ def test_nothing_changes_under_a_running_process(workshop, act):
     assert env_facts.state("plain") in (READY, ABSENT)
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_name_lists_the_known_ones(workshop):
@@ -329,7 +340,7 @@ def test_unwritable_home_is_refused(workshop, monkeypatch):
         env.ensure("plain")
 
 
-# --- where --------------------------------------------------------------------------------------------------------------
+# --- where ------------------------------------------------------------------------------------------------------------
 
 
 def test_relative_home_is_refused(monkeypatch):
@@ -349,7 +360,7 @@ def test_home_is_the_running_environments_else_the_outer_tree(workshop, monkeypa
     assert env.home() == workshop.envs
 
 
-# --- torch --------------------------------------------------------------------------------------------------------------
+# --- torch ------------------------------------------------------------------------------------------------------------
 
 
 def torch_calls(workshop) -> list[str]:
@@ -379,7 +390,7 @@ def test_torch_download_that_breaks_off_is_repeated_patiently(workshop):
     assert "--retries" in first and "--retries" not in second
 
 
-# --- real pip, small wheels ---------------------------------------------------------------------------------------------
+# --- real pip, small wheels -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -460,7 +471,14 @@ def test_file_that_differs_from_the_lock_is_not_installed(real_pip, monkeypatch)
         env.ensure("full")
 
 
-# --- command line -------------------------------------------------------------------------------------------------------
+def test_package_without_a_hash_is_not_installed(real_pip, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(real_pip.repo / "wheels"))
+    real_pip.lock("full").write_text("alpha==1.0\n")
+    with pytest.raises(env_make.NotMade, match="Hashes are required"):
+        env.ensure("full")
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def test_list_make_path_remove(workshop, capsys):

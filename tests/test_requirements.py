@@ -41,7 +41,8 @@ def problems(text: str) -> list[str]:
     return found
 
 
-GOOD = f"# requirements/compile x\nalpha==1.0 \\\n    --hash=sha256:{'a' * 64} \\\n    --hash=sha256:{'b' * 64}\n    # via beta\n"
+HASHES = f" \\\n    --hash=sha256:{'a' * 64} \\\n    --hash=sha256:{'b' * 64}"
+GOOD = f"# requirements/compile x\nalpha==1.0{HASHES}\n    # via beta\n"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ GOOD = f"# requirements/compile x\nalpha==1.0 \\\n    --hash=sha256:{'a' * 64} \
     [
         ("alpha==1.0", "alpha>=1.0", "not one exact version"),
         ("alpha==1.0", "alpha @ file:///wheels/alpha.whl", "names a host or a path"),
-        (f" \\\n    --hash=sha256:{'a' * 64} \\\n    --hash=sha256:{'b' * 64}", "", "without a hash"),
+        (HASHES, "", "without a hash"),
         ("# via beta", "# via -r /home/somebody/core.in", "names a host or a path"),
         ("# req", "--index-url https://mirror.example/simple\n# req", "names a host or a path"),
         ("alpha==1.0", "alpha==1.0 ; sys_platform == 'darwin'", "unexpected text"),
