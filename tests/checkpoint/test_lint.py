@@ -1,0 +1,260 @@
+"""Every lint rule has a checkpoint that is broken on purpose; the unbroken one shows that the rule is what finds it."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from pipeline.checkpoint.lint import lint
+from tests.checkpoint import fixtures
+from tests.checkpoint.fixtures import EXPERT, PREFIX, drop, edit_json, edit_tensors, edit_values, put, shard_of
+
+W1 = EXPERT.format(layer=2, expert=3, name="w1")
+W3 = EXPERT.format(layer=2, expert=3, name="w3")
+ATTENTION = PREFIX + "layers.1.self_attn."
+INDEX = "model.safetensors.index.json"
+FORMS = ("native", "fp8", "fp8_block", "int8", "w4a16", "nvfp4")
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("originals")
+    for form in FORMS:
+        fixtures.write_k3(folder / form) if form == "native" else fixtures.write_rough(folder / form, form)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(originals, tmp_path):
+    return lambda form: shutil.copytree(originals / form, tmp_path / "checkpoint")
+
+
+def errors(findings):
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sound_checkpoint_has_no_errors(originals, form):
+    found = lint(originals / form)
+    assert errors(found) == []
+    if form != "native":
+        assert found == []
+
+
+def truncate(directory):
+    path = sorted(directory.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def config(change):
+    return lambda directory: edit_json(directory, "config.json", change)
+
+
+def quantization(change):
+    return lambda directory: edit_json(directory, "config.json", lambda c: change(c["quantization_config"]))
+
+
+def index(change):
+    return lambda directory: edit_json(directory, INDEX, change)
+
+
+def static_activations(q):
+    q["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+
+
+def static_but_one(directory):
+    """Every expert has its input scale, expert 3's w1 in layer 2 has none."""
+    quantization(static_activations)(directory)
+    for path in directory.glob("*.safetensors"):
+        tensors = fixtures.load(path)
+        for name in [name for name in tensors if name.endswith(".weight_scale") and not name.startswith(W1 + ".")]:
+            tensors[name.replace("weight_scale", "input_scale")] = ("F32", np.ones(1, np.float32))
+        fixtures.save(path, tensors)
+    fixtures.write_index(directory)
+
+
+def quantize_b_proj_alone(directory):
+    def change(tensors):
+        tensors[ATTENTION + "b_proj.weight"] = ("F8_E4M3", np.zeros((2, 128), np.uint8))
+        tensors[ATTENTION + "b_proj.weight_scale"] = ("F32", np.ones((2, 1), np.float32))
+
+    edit_tensors(directory, ATTENTION + "b_proj.weight", change)
+    quantization(lambda q: q["ignore"].__setitem__(7, r"re:.*self_attn\.(?!b_proj).*"))(directory)
+
+
+def kv_scales_in_some_layers(directory):
+    config(lambda c: c["text_config"]["linear_attn_config"].update(full_attn_layers=[3, 4]))(directory)
+    kv_scheme()(directory)
+    for name in ("k_scale", "v_scale"):
+        put(directory, f"{PREFIX}layers.3.self_attn.{name}", "F32", np.ones(1, np.float32), beside=PREFIX + "norm.weight")
+
+
+def kv_scheme(**changes):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True} | changes
+    return quantization(lambda q: q.update(kv_cache_scheme=scheme))
+
+
+def unquantize_one_expert(directory):
+    def change(tensors):
+        for name in ("w1", "w2", "w3"):
+            module = EXPERT.format(layer=2, expert=3, name=name)
+            del tensors[module + ".weight_scale"]
+            tensors[module + ".weight"] = ("BF16", np.zeros((128, 128), np.uint16))
+
+    edit_tensors(directory, W1 + ".weight", change)
+    quantization(lambda q: q["ignore"].append(r"re:.*layers\.2\..*experts\.3\..*"))(directory)
+
+
+def nan(values):
+    values.reshape(-1)[5] = np.nan
+
+
+def first(value):
+    return lambda values: values.reshape(-1).__setitem__(0, value)
+
+
+# rule, form of the checkpoint, damage, what the finding must name (part of its tensor, file or message)
+CASES = [
+    ("shard-unreadable", "fp8", truncate, "truncated"),
+    ("shard-missing", "fp8", lambda d: shard_of(d, W1 + ".weight").unlink(), "not on disk"),
+    ("shard-extra", "fp8", lambda d: fixtures.save(d / "model-extra.safetensors", {"a.weight": ("F32", np.ones(2, np.float32))}), "model-extra"),
+    ("index-absent", "fp8", lambda d: (d / INDEX).unlink(), "no index"),
+    ("tensor-missing", "fp8", lambda d: drop(d, W1 + ".weight", reindex=False), W1),
+    ("tensor-misplaced", "fp8", index(lambda i: i["weight_map"].__setitem__(W1 + ".weight", "model-00001-of-000003.safetensors")), W1),
+    ("tensor-unindexed", "fp8", index(lambda i: i["weight_map"].__delitem__(W1 + ".weight")), W1),
+    ("tensor-duplicate", "fp8", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((128, 128), np.uint8), beside=ATTENTION + "b_proj.weight"), W1),
+    ("total-size", "fp8", index(lambda i: i["metadata"].update(total_size=1)), "total_size is 1"),
+    ("layer-missing", "fp8", config(lambda c: c["text_config"].update(num_hidden_layers=5)), "layers.4"),
+    ("layer-extra", "fp8", lambda d: put(d, PREFIX + "layers.4.input_layernorm.weight", *fixtures.bf16(np.ones(128)), beside=PREFIX + "norm.weight"), "layers.4"),
+    ("expert-missing", "fp8", config(lambda c: c["text_config"].update(num_experts=5)), "experts.4"),
+    ("expert-extra", "fp8", config(lambda c: c["text_config"].update(num_experts=3)), "experts.3"),
+    ("f32-lost", "fp8", lambda d: put(d, ATTENTION + "dt_bias", *fixtures.bf16(np.ones(64))), "dt_bias"),
+    ("f32-lost", "fp8", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))), "e_score"),
+    ("aux-missing", "fp8", lambda d: (d / "configuration_kimi_k3.py").unlink(), "configuration_kimi_k3.py"),
+    ("aux-missing", "fp8", lambda d: (d / "helpers_kimi_k3.py").unlink(), "imports it"),
+    ("aux-unreadable", "fp8", lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json"),
+    ("tokenizer-missing", "fp8", lambda d: (d / "tokenizer.json").unlink(), "tiktoken.model"),
+    ("config-missing", "fp8", config(lambda c: c.pop("quantization_config")), "no quantization_config"),
+    ("config-duplicate", "fp8", config(lambda c: c["text_config"].update(quantization_config=fixtures.NATIVE_CONFIG)), "$.text_config.quantization_config"),
+    ("config-malformed", "fp8", quantization(lambda q: q["config_groups"]["group_0"].pop("targets")), "group_0"),
+    ("method-unknown", "fp8", quantization(lambda q: q.update(quant_method="mystery")), "mystery"),
+    ("method-not-linted", "fp8", quantization(lambda q: q.update(quant_method="gptq")), "gptq"),
+    ("format-unknown", "fp8", quantization(lambda q: q.update(format="int3-float")), "int3-float"),
+    ("format-conflict", "fp8", quantization(lambda q: q.update(format="int-quantized")), "int-quantized"),
+    ("format-mismatch", "fp8", quantization(lambda q: (q.update(format="int-quantized"), q["config_groups"]["group_0"].update(format="int-quantized"))), W1),
+    ("ignore-unmatched", "fp8", quantization(lambda q: q["ignore"].append("re:.*qkv_proj.*")), "qkv_proj"),
+    ("target-unmatched", "fp8", quantization(lambda q: q["config_groups"]["group_0"]["targets"].append("re:.*gate_up_proj$")), "gate_up_proj"),
+    ("declared-not-quantized", "fp8", quantization(lambda q: q["ignore"].pop()), "routed_expert_down_proj"),
+    ("quantized-not-declared", "fp8", quantization(lambda q: q["config_groups"]["group_0"].update(targets=[r"re:.*\.w[12]$"])), W3),
+    ("ignored-but-quantized", "fp8", quantization(lambda q: q["ignore"].append(r"re:.*experts\.3\.w1$")), W1),
+    ("router-quantized", "fp8", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.weight", "F8_E4M3", np.ones((4, 128), np.uint8)), "gate.weight"),
+    ("scale-missing", "fp8", lambda d: drop(d, W1 + ".weight_scale"), W1 + ".weight_scale"),
+    ("scale-missing", "w4a16", lambda d: drop(d, W1 + ".weight_shape"), W1 + ".weight_shape"),
+    ("scale-missing", "nvfp4", lambda d: drop(d, W1 + ".weight_global_scale"), W1 + ".weight_global_scale"),
+    ("scale-missing", "native", lambda d: drop(d, W1 + ".weight_scale"), W1 + ".weight_scale"),
+    ("scale-missing", "fp8", static_but_one, W1 + ".input_scale"),
+    ("scale-shape", "fp8", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((64, 1), np.float32)), W1),
+    ("scale-shape", "fp8_block", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((2, 1), np.float32)), W1),
+    ("scale-shape", "w4a16", lambda d: put(d, W1 + ".weight_scale", *fixtures.bf16(np.ones((128, 1)))), W1),
+    ("scale-dtype", "native", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((128, 4), np.float32)), W1),
+    ("scale-dtype", "nvfp4", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((128, 8), np.float32)), W1),
+    ("weight-shape", "w4a16", lambda d: put(d, W1 + ".weight_shape", "I64", np.array([128, 256])), W1),
+    ("indivisible", "fp8_block", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((192, 128), np.uint8)), "192x128"),
+    ("indivisible", "w4a16", quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=96)), "128 columns % group 96"),
+    ("fused-torn", "fp8", quantize_b_proj_alone, "b_proj"),
+    ("fused-torn", "fp8", lambda d: put(d, W3 + ".weight", *fixtures.bf16(np.ones((128, 128)))) or drop(d, W3 + ".weight_scale"), W3),
+    ("experts-differ", "fp8", unquantize_one_expert, W1),
+    ("global-scale-differs", "nvfp4", lambda d: put(d, W3 + ".weight_global_scale", "F32", np.full(1, 2, np.float32)), W3),
+    ("kv-uncalibrated", "fp8", kv_scheme(), "scale=1.0"),
+    ("kv-scheme-unsupported", "fp8", kv_scheme(num_bits=4), "4-bit"),
+    ("kv-scale-missing", "fp8", kv_scales_in_some_layers, "layers.2"),
+    ("e8m0-nan", "native", lambda d: edit_values(d, W1 + ".weight_scale", first(255)), W1),
+    ("scale-not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", nan), W1),
+    ("scale-not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(np.inf)), "infinite"),
+    ("scale-not-finite", "nvfp4", lambda d: edit_values(d, W1 + ".weight_scale", first(0x7F)), W1),
+    ("scale-zero", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(0)), "1 of 128"),
+    ("scale-negative", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(-1)), W1),
+    ("not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight", first(0x7F)), "1 of 16384 values are NaN"),
+    ("not-finite", "fp8", lambda d: edit_values(d, PREFIX + "layers.1.mlp_res_proj.weight", first(0x7FC0)), "mlp_res_proj"),
+    ("not-finite", "fp8", lambda d: edit_values(d, ATTENTION + "A_log", first(-np.inf)), "A_log"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "form", "damage", "names"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
+def test_rule_finds_its_damage(checkpoint, rule, form, damage, names):
+    directory = checkpoint(form)
+    assert rule not in {finding.rule for finding in lint(directory)}
+    damage(directory)
+    found = [finding for finding in lint(directory) if finding.rule == rule]
+    assert found, f"{rule} not found"
+    assert any(names in str(finding) for finding in found), "\n".join(map(str, found))
+    assert all(finding.remedy for finding in found)
+
+
+def test_power_of_two_scales_are_checked_where_a_recipe_promised_them(checkpoint):
+    directory = checkpoint("fp8")
+    edit_values(directory, W1 + ".weight_scale", first(0.3))
+    assert "scale-not-pow2" not in {finding.rule for finding in lint(directory)}
+    (directory / "requantization.json").write_text('{"recipe": {"format": "fp8_channel", "scale": "pow2"}}')
+    (found,) = [finding for finding in lint(directory) if finding.rule == "scale-not-pow2"]
+    assert found.tensor == W1 + ".weight_scale" and "1 of 128" in found.message
+
+
+def test_all_findings_are_listed_not_the_first(checkpoint):
+    directory = checkpoint("fp8")
+    for expert in range(fixtures.EXPERTS):
+        edit_values(directory, EXPERT.format(layer=1, expert=expert, name="w2") + ".weight_scale", first(0))
+    drop(directory, W1 + ".weight_scale")
+    (directory / "tokenizer.json").unlink()
+    rules = [finding.rule for finding in lint(directory)]
+    assert rules.count("scale-zero") == 4
+    assert {"scale-missing", "tokenizer-missing"} <= set(rules)
+
+
+def test_k3s_own_incomplete_ignore_list_is_a_warning_and_an_error_elsewhere(originals, checkpoint):
+    """vLLM quantizes only the routed experts of K3's mxfp4 files, whatever the ignore list says."""
+    found = [finding for finding in lint(originals / "native") if finding.rule == "declared-not-quantized"]
+    stored_bf16 = {finding.tensor for finding in found}
+    assert PREFIX + "layers.1.block_sparse_moe.routed_expert_up_proj.weight" in stored_bf16
+    assert PREFIX + "layers.0.mlp_res_proj.weight" in stored_bf16
+    assert not any("block_sparse_moe.gate" in name for name in stored_bf16)
+    assert {finding.severity for finding in found} == {"warning"}
+    directory = checkpoint("native")
+    edit_json(directory, "config.json", lambda c: c["text_config"].update(model_type="other"))
+    assert {f.severity for f in lint(directory) if f.rule == "declared-not-quantized"} == {"error"}
+
+
+def test_kv_layers_are_the_attention_layers_only(checkpoint):
+    directory = checkpoint("fp8")
+    kv_scheme()(directory)
+    (found,) = [finding for finding in lint(directory) if finding.rule == "kv-uncalibrated"]
+    assert "none of the 1 layers that hold a KV cache (3)" in found.message
+
+
+def test_headers_only_reads_no_tensor_bytes(checkpoint):
+    directory = checkpoint("fp8")
+    edit_values(directory, W1 + ".weight_scale", nan)
+    assert errors(lint(directory)) and not errors(lint(directory, headers_only=True))
+
+
+BASE_CASES = [
+    ("base-missing", lambda d: drop(d, PREFIX + "norm.weight"), "norm.weight"),
+    ("base-extra", lambda d: put(d, PREFIX + "new.weight", "F32", np.ones(1, np.float32), beside=PREFIX + "norm.weight"), "new.weight"),
+    ("dtype-drift", lambda d: put(d, PREFIX + "norm.weight", "F32", np.ones(128, np.float32)), "BF16"),
+    ("dtype-drift", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))), "e_score"),
+    ("shape-drift", lambda d: put(d, PREFIX + "norm.weight", *fixtures.bf16(np.ones(64))), "norm.weight"),
+    ("shape-drift", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((64, 128), np.uint8)), W1),
+    ("bytes-drift", lambda d: edit_values(d, PREFIX + "norm.weight", first(7)), "norm.weight"),
+    ("config-drift", config(lambda c: c["text_config"].update(hidden_size=1)), "$.text_config"),
+    ("aux-missing", lambda d: (d / "chat_template.jinja").unlink(), "chat_template.jinja"),
+    ("aux-changed", lambda d: (d / "LICENSE").write_text("mine\n"), "LICENSE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "damage", "names"), BASE_CASES, ids=[f"{c[0]}-{n}" for n, c in enumerate(BASE_CASES)])
+def test_base_comparison(originals, checkpoint, rule, damage, names):
+    directory = checkpoint("fp8")
+    assert errors(lint(directory, base=originals / "native")) == []
+    damage(directory)
+    found = [finding for finding in lint(directory, base=originals / "native") if finding.rule == rule]
+    assert any(names in str(finding) for finding in found), found
