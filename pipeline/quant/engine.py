@@ -47,8 +47,9 @@ def requantize(
     whose (source hash, recipe) is on record there is not done again.  The target appears whole, by a rename.
 
     ``source_manifest``: where given, each source shard's SHA-256 must equal it (checked while reading).
-    Returns ``{"status", "reason", "recipe", "damage", "source", "manifest", "run"}``; all but ``run`` (seconds, bytes, shards
-    done and resumed) depend on the input alone and are also in ``TARGET/requantization.json`` and ``manifest.json``.
+    Returns ``{"status", "reason", "recipe", "recipe_sha256", "source", "damage", "files", "run"}``; ``files`` lists the target's
+    files, name, size_bytes and sha256 each (the result is a manifest).  All but ``run`` (seconds, bytes, shards done and
+    resumed) depends on the input alone and is also in ``TARGET/requantization.json`` and ``TARGET/manifest.json``.
     Raises :class:`Refused` or ``Unreadable`` with the offender's name.
     """
     source, target = Path(source), Path(target)
@@ -249,4 +250,4 @@ def _finish(plan: Plan, done: dict[str, dict[str, Any]], partial: Path, target: 
     os.replace(partial, target)
     (target / ".lock").unlink(missing_ok=True)
     shutil.rmtree(replaced, ignore_errors=True)
-    return {"status": "valid", "reason": None} | provenance | {"manifest": built}
+    return {"status": "valid", "reason": None} | provenance | built

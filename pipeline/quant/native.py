@@ -63,7 +63,7 @@ def link(source: Path, target: Path, source_manifest: dict[str, Any] | None = No
         "recipe_sha256": Recipe("native").sha256,
         "source": {"files": shards},
         "damage": summarize(rows),
-        "manifest": built,
+        "files": built["files"],
         "run": {
             "seconds": time.monotonic() - started,
             "workers": 1,
