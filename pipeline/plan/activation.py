@@ -1,4 +1,4 @@
-"""Peak of activations in one step, as a function of tokens in the batch and sequences, from shapes alone.
+"""Peak of activations in one step, as a function of tokens and sequences in the batch, from shapes alone.
 
 The step is a list of sites: memory that lives through the whole step, and what each kind of layer adds while it runs.
 The peak is the first plus the largest of the second; the largest site is named, because that is what a smaller
@@ -10,19 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.k3 import LayerKind, ModelFacts, Role
-from pipeline.plan.cache import CacheSettings
+from pipeline.plan import activation_cpu
 from pipeline.plan.layout import Layout
+from pipeline.plan.sites import BF16, FP32, Site, Step, expert_shape, widest
 
-BF16, FP32 = 2, 4
 MLA_WORKSPACE_TOKENS = 64 * 1024  # vllm/model_executor/layers/attention/mla_attention.py, chunked prefill workspace
-
-
-@dataclass(frozen=True)
-class Site:
-    """Bytes alive at one place of the step."""
-
-    name: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -36,17 +28,12 @@ class Activation:
     measured: bool
 
 
-def _width(facts: ModelFacts, role: Role) -> int:
-    """Output width of the widest matrix of a role (the intermediate size of an MLP)."""
-    return max((max(tensor.shape) for tensor in facts.distinct() if tensor.role is role and tensor.linear), default=0)
-
-
-def gpu_activation(facts: ModelFacts, layout: Layout, settings: CacheSettings, tokens: int, seqs: int) -> Activation:
-    """Estimate for the fused GPU path of vLLM 0.32.  Not fitted: no run on these machines was available.
+def gpu_sites(facts: ModelFacts, layout: Layout, step: Step) -> tuple[list[Site], list[Site]]:
+    """Sites of the fused GPU path of vLLM 0.32, read from its source.  Not fitted: no run on these machines was available.
 
     Persistent: the residual stream, the sealed blocks of attention residuals and MLA's chunked-prefill workspace.
     """
-    text, hidden, ways = facts.text, facts.text["hidden_size"], layout.tensor
+    text, hidden, ways, tokens = facts.text, facts.text["hidden_size"], layout.tensor, step.tokens
     persistent = [Site("hidden states and residual", 3 * tokens * hidden * BF16)]
     if text.get("attn_res_block_size"):
         blocks = -(-facts.num_layers // text["attn_res_block_size"])
@@ -55,7 +42,7 @@ def gpu_activation(facts: ModelFacts, layout: Layout, settings: CacheSettings, t
     if facts.uses_mla:
         heads = text["num_attention_heads"] // ways
         nope, rope, value, latent = (text[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
-        context = min(max(8 * settings.max_model_len, 4 * seqs * 128), MLA_WORKSPACE_TOKENS)
+        context = min(max(8 * step.context, 4 * step.sequences * 128), MLA_WORKSPACE_TOKENS)
         persistent.append(Site("MLA chunked-prefill workspace", context * (latent + rope) * BF16))
         per_token = heads * (2 * (nope + rope) + 2 * value) + (text.get("q_lora_rank") or 0)
         expanded = context * heads * (nope + rope + value + nope) * BF16
@@ -71,25 +58,23 @@ def gpu_activation(facts: ModelFacts, layout: Layout, settings: CacheSettings, t
         heads = text["num_attention_heads"] // ways or 1
         transient.append(Site("attention (q, k, v, out)", 4 * tokens * heads * facts.head_dim * BF16))
     if facts.num_experts:
-        top_k = text.get("num_experts_per_token") or text.get("num_experts_per_tok") or 1
-        inner = text.get("routed_expert_hidden_size") or hidden
-        cut = 1 if layout.expert else layout.expert_ranks
-        width = -(-text["moe_intermediate_size"] // cut)
-        # Fused MoE keeps gate-up output, its activation and the down output of every (token, expert) pair.
+        width, inner, top_k = expert_shape(facts, layout)
+        # Without expert parallelism every rank sees the tokens of all data-parallel replicas.  Fused MoE keeps the gate-up
+        # output, its activation and the down output of every (token, expert) pair.
         gathered = tokens * (layout.data if not layout.expert else 1)
         transient.append(Site("routed experts", gathered * top_k * (3 * width + inner) * BF16))
-    dense = max(_width(facts, Role.DENSE_MLP), _width(facts, Role.SHARED_EXPERT))
+    dense = widest(facts, Role.DENSE_MLP, Role.SHARED_EXPERT)
     transient.append(Site("dense MLP", 3 * tokens * dense // ways * BF16))
-    transient.append(Site("logits and sampling", 3 * seqs * text["vocab_size"] * FP32))
-    return _peak(persistent, transient, measured=False)
+    transient.append(Site("logits and sampling", 3 * step.sequences * text["vocab_size"] * FP32))
+    return persistent, transient
 
 
-def _peak(persistent: list[Site], transient: list[Site], measured: bool) -> Activation:
+def activation(facts: ModelFacts, layout: Layout, step: Step, platform: str) -> Activation:
+    """The peak of one step on one rank."""
+    if platform == "cpu":
+        persistent, transient = activation_cpu.cpu_sites(facts, layout, step)
+    else:
+        persistent, transient = gpu_sites(facts, layout, step)
     largest = max(transient, key=lambda site: site.bytes)
     total = sum(site.bytes for site in persistent) + largest.bytes
-    return Activation(total, largest.name, tuple(persistent), tuple(transient), measured)
-
-
-def activation(facts: ModelFacts, layout: Layout, settings: CacheSettings, tokens: int, seqs: int) -> Activation:
-    """The peak for a step of ``tokens`` tokens in at most ``seqs`` sequences, on one rank."""
-    return gpu_activation(facts, layout, settings, tokens, seqs)
+    return Activation(total, largest.name, tuple(persistent), tuple(transient), measured=platform == "cpu")

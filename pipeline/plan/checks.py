@@ -94,7 +94,7 @@ def _memory(request: Request, laid: Memory, fits: str) -> list[Refusal]:
         return []
     cache, pool, length = laid.caches[laid.fullest], laid.pools[laid.fullest], request.cache.max_model_len
     longest = cache.longest(pool)
-    peak = laid.activation
+    peak = laid.activation_worst
     need = (cache.blocks(length) + 1) * cache.bytes_per_block
     if request.kv_budget is None and peak.peak_bytes + weights > laid.budget:
         return [

@@ -14,7 +14,18 @@ from pipeline.k3 import LayerKind, ModelFacts
 
 TABLE = Path(__file__).with_name("compatibility.yaml")
 VERDICTS = ("yes", "no", "emulated", "untested")
-FIELDS = ("model", "quant", "kv", "state", "platform", "architecture", "tensor_parallel", "pipeline_parallel")
+FIELDS = (
+    "model",
+    "quant",
+    "kv",
+    "state",
+    "platform",
+    "architecture",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "decode_context_parallel",
+    "expert_parallel",
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class Combination:
     architecture: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    decode_context_parallel: int = 1
+    expert_parallel: bool = False
 
 
 def family(facts: ModelFacts) -> str:

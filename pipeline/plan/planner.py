@@ -14,6 +14,7 @@ from pipeline.plan.compatibility import lookup
 from pipeline.plan.request import Request
 from pipeline.plan.result import PlanResult, Refusal
 from pipeline.plan.schemes import storage_rule
+from pipeline.plan.sites import Step
 from pipeline.plan.weights import Weights, checkpoint_weights, rank_weights
 
 LENGTHS = (1024, 4096, 8192, 32768, 131072, 262144, 524288, 1048576)
@@ -29,6 +30,7 @@ class Memory:
     weights: list[Weights]
     caches: list[CachePlan]
     activation: Activation
+    activation_worst: Activation
     budget: int
     workspace: int
     pools: list[int]
@@ -43,6 +45,16 @@ class Memory:
         return self.caches[self.fullest].num_blocks(self.pools[self.fullest])
 
 
+def _steps(request: Request) -> tuple[Step, Step]:
+    """The step that the memory report measures (the batch spread over all sequences), and the worst one (a whole chunk of one
+    sequence at the end of the context)."""
+    grouped = lookup(request.combination).verdict == "emulated"
+    tokens, context = request.max_num_batched_tokens, request.cache.max_model_len
+    gpu = request.hardware.platform != "cpu"
+    spread = Step(tokens, request.max_num_seqs, context if gpu else 0, grouped)
+    return spread, Step(tokens, request.max_num_seqs if gpu else 1, context, grouped)
+
+
 def memory(request: Request, weight_factor: float = 1.0, activation_factor: float = 1.0) -> Memory:
     """Lay a request out in memory.
 
@@ -53,17 +65,21 @@ def memory(request: Request, weight_factor: float = 1.0, activation_factor: floa
     rule = storage_rule(request.model.config, facts, request.scheme)
     weights = rank_weights(facts, rule, request.layout, hardware.platform, request.text_only)
     caches = plan_cache(facts, request.layout, request.cache)
-    peak = activation(facts, request.layout, request.cache, request.max_num_batched_tokens, request.max_num_seqs)
+    spread, worst = _steps(request)
+    peak = activation(facts, request.layout, spread, hardware.platform)
+    whole = activation(facts, request.layout, worst, hardware.platform)
+    largest = max(peak, whole, key=lambda each: each.peak_bytes)
     device = hardware.memory.usable_bytes
     workspace = sum(entry.bytes for entry in hardware.workspaces.values())
     budget = device if request.kv_budget is not None else int(device * request.utilization)
     overflow = max(0, workspace - (device - budget))
     pools = []
     for stage in weights:
-        taken = int(stage.total * weight_factor) + int(peak.peak_bytes * activation_factor) + overflow
+        taken = int(stage.total * weight_factor) + int(largest.peak_bytes * activation_factor) + overflow
         left = budget - taken
         pools.append(left if request.kv_budget is None else min(request.kv_budget, left))
-    return Memory(checkpoint_weights(facts, rule), weights, caches, peak, budget, workspace, [max(0, p) for p in pools])
+    pools = [max(0, pool) for pool in pools]
+    return Memory(checkpoint_weights(facts, rule), weights, caches, peak, largest, budget, workspace, pools)
 
 
 def _verdict(request: Request, laid: Memory) -> str:
@@ -161,6 +177,8 @@ def evaluate(request: Request) -> PlanResult:
         budget_bytes=laid.budget,
         activation_peak_bytes=laid.activation.peak_bytes,
         activation_largest_site=laid.activation.largest_site,
+        activation_worst_bytes=laid.activation_worst.peak_bytes,
+        activation_worst_site=laid.activation_worst.largest_site,
         activation_measured=laid.activation.measured,
         workspace_bytes=laid.workspace,
         kv_pool_bytes=pool,

@@ -120,7 +120,8 @@ def predicted(
 def compare(predictions: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[Comparison]:
     """Every figure that both sides tell, rank by rank.
 
-    A report's null comes with ``<key>_reason`` (or ``reasons[key]``); a state figure is skipped for a model without state.
+    A figure the server could not read is None, and the report's ``unavailable`` says why; a state figure is skipped for a
+    model without state.
     """
     by_rank = {report["rank"]: report for report in predictions}
     rows = []
@@ -133,7 +134,7 @@ def compare(predictions: list[dict[str, Any]], measured: list[dict[str, Any]]) -
             told = report.get(key)
             if key.startswith("state_") and not expected[key] and not told:
                 continue
-            reason = report.get(f"{key}_reason") or (report.get("reasons") or {}).get(key)
+            reason = (report.get("unavailable") or {}).get(key)
             rows.append(Comparison(report["rank"], key, expected[key], told, tolerance, reason))
     missing = sorted(set(by_rank) - {report["rank"] for report in measured})
     rows += [Comparison(rank, "rank", 1, None, 0.0, "the server reported nothing for it") for rank in missing]

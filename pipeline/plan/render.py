@@ -41,8 +41,9 @@ def plan_text(result: PlanResult) -> str:
         ("  by dtype", ", ".join(f"{k} {size(v)}" for k, v in sorted(r.weight_bytes_by_dtype.items(), key=lambda x: -x[1]))),
         (
             "activation peak",
-            f"{size(r.activation_peak_bytes)} at {r.max_num_batched_tokens} tokens, {r.max_num_seqs} sequences "
-            f"({'fitted' if r.activation_measured else 'estimate, not fitted'}; largest: {r.activation_largest_site})",
+            f"{size(r.activation_peak_bytes)} at {r.max_num_batched_tokens} tokens of {r.max_num_seqs} sequences "
+            f"(largest: {r.activation_largest_site}); worst {size(r.activation_worst_bytes)} "
+            f"({r.activation_worst_site}); {'fitted' if r.activation_measured else 'an estimate, not fitted'}",
         ),
         ("KV a token", f"{r.kv_bytes_per_token:,} B over {r.kv_layers} layers"),
         ("effective block", f"{r.effective_block_size} tokens (asked {r.requested_block_size}), page {r.kv_page_bytes:,} B"),

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Unreadable
-from pipeline.k3 import ModelFacts, model_facts, read_config
+from pipeline.k3 import ModelFacts, model_facts, read_config, source_format
 from pipeline.plan.cache import CacheSettings, kv_key
 from pipeline.plan.compatibility import Combination, family
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.layout import Layout
-from pipeline.plan.schemes import Scheme
+from pipeline.plan.schemes import Scheme, has_block_scales
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -84,14 +84,25 @@ class Request:
         cache, state = kv_key(self.kv)
         return Combination(
             family(self.model.facts),
-            self.quant,
+            self._stored_as(),
             cache,
             state,
             self.hardware.platform,
             self.hardware.architecture,
             self.layout.tensor,
             self.layout.pipeline,
+            self.layout.decode_context,
+            self.layout.expert,
         )
+
+    def _stored_as(self) -> str:
+        """The scheme's key; for ``native`` the key of what the checkpoint holds, where it is not what the model ships as."""
+        if self.scheme.format != "native" or not self.model.facts.is_k3:
+            return self.quant
+        source = source_format(self.model.config)
+        if source.weights == "float8":
+            return "fp8" if has_block_scales(self.model.config) else "fp8_channel"
+        return {"int8": "int8", "int4": "w4a16", "nvfp4": "nvfp4", "bfloat16": "bf16"}.get(source.weights, self.quant)
 
 
 def _batch_defaults(hardware: Hardware) -> tuple[int, int]:

@@ -57,6 +57,8 @@ class PlanResult:
     budget_bytes: int
     activation_peak_bytes: int
     activation_largest_site: str
+    activation_worst_bytes: int
+    activation_worst_site: str
     activation_measured: bool
     workspace_bytes: int
     kv_pool_bytes: int

@@ -160,6 +160,15 @@ def _in_scope(tensor: Tensor, scope: str, has_experts: bool) -> bool:
     return (tensor.is_expert and scope != "dense_only") or (dense and scope in ("dense_too", "dense_only"))
 
 
+def has_block_scales(config: dict[str, Any]) -> bool:
+    """Whether the declared quantization scales FP8 weights by blocks (else by output channel)."""
+    for _, declared in declared_quantizations(config):
+        groups = (declared.get("config_groups") or {}).values()
+        if declared.get("weight_block_size") or any((g.get("weights") or {}).get("strategy") == "block" for g in groups):
+            return True
+    return False
+
+
 def _declared_storage(config: dict[str, Any], facts: ModelFacts) -> Callable[[Tensor], Storage | None]:
     """Native: what the checkpoint's own quantization config says.
 
@@ -175,9 +184,8 @@ def _declared_storage(config: dict[str, Any], facts: ModelFacts) -> Callable[[Te
         return lambda tensor: packed if tensor.is_expert else None
     group = next(iter((declared.get("config_groups") or {"": {}}).values()))
     weights = group.get("weights") or {}
-    blockwise = weights.get("strategy") == "block" or declared.get("weight_block_size")
     names = {
-        "float8": "fp8_block" if blockwise else "fp8_channel",
+        "float8": "fp8_block" if has_block_scales(config) else "fp8_channel",
         "int8": "int8_channel",
         "int4": "int4",
         "nvfp4": "nvfp4",

@@ -62,8 +62,24 @@ def rank_weights(facts: ModelFacts, rule: Rule, layout: Layout, platform: str, t
             shape = local_shape(tensor, layout, facts, platform)
             for dtype, elements in matrix_parts(tensor, rule(tensor), shape):
                 entries[tensor.role.value, dtype] += times * copies(tensor, layout) * elements * DTYPE_BYTES[dtype]
+        if any(layer in layers for layer in facts.kv_layers):
+            dtype, rotary = rotary_cache(facts)
+            entries["rotary_cache", dtype] += rotary
         result.append(_sum(entries))
     return result
+
+
+def rotary_cache(facts: ModelFacts) -> tuple[str, int]:
+    """(dtype, bytes) of the cos/sin table that vLLM keeps as a buffer, one for all layers, on every rank.
+
+    vllm/model_executor/layers/rotary_embedding/base.py: [max positions, rotary width] in the model's dtype.  NoPE has none.
+    """
+    text = facts.text
+    if text.get("mla_use_nope"):
+        return "bfloat16", 0
+    width = text["qk_rope_head_dim"] if facts.uses_mla else int(facts.head_dim * text.get("partial_rotary_factor", 1.0))
+    dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    return dtype, facts.max_model_len * width * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
