@@ -140,21 +140,30 @@ def _itl(run: Run, settings: BenchSettings) -> list[Reason]:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """(max - min) / median; ``None`` for fewer than two values or a median of 0."""
-    middle = statistics.median(values) if values else 0.0
-    return (max(values) - min(values)) / middle if len(values) > 1 and middle else None
+    """Interquartile range / median (inclusive quartiles); ``None`` for fewer than two values or a median of 0.
+
+    For three values it is half of (max - min) / median; with five, one outlier no longer moves it.
+    """
+    if len(values) < 2 or not statistics.median(values):
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / statistics.median(values)
+
+
+def too_wide(throughputs: Sequence[float], settings: BenchSettings) -> bool:
+    """Do the repeats disagree by more than is allowed?"""
+    wide = spread(throughputs)
+    return wide is not None and wide > settings.max_spread
 
 
 def check_repeats(throughputs: Sequence[float], settings: BenchSettings) -> list[Reason]:
     """Too few repeats, or repeats that do not agree.  ``throughputs``: output tokens/s in the order measured."""
     if len(throughputs) < settings.min_repeats:
         return [Reason("too_few_repeats", f"{len(throughputs)} repeats, {settings.min_repeats} needed")]
-    wide = spread(throughputs)
-    if wide is None or wide <= settings.max_spread:
+    if not too_wide(throughputs, settings):
         return []
-    told = ", ".join(f"{value:.1f}" for value in throughputs)
-    rest = throughputs[1:]
-    if len(rest) > 1 and (spread(rest) or 0) <= settings.max_spread and not min(rest) <= throughputs[0] <= max(rest):
+    told, rest = ", ".join(f"{value:.1f}" for value in throughputs), throughputs[1:]
+    if not too_wide(rest, settings) and not min(rest) <= throughputs[0] <= max(rest):
         return [Reason("first_repeat_outlier", f"only the first repeat is off ({told} tok/s): the warm-up was too short")]
-    return [Reason("spread_too_wide", f"(max - min) / median = {wide:.2f} over {told} tok/s, at most "
+    return [Reason("spread_too_wide", f"interquartile range / median = {spread(throughputs):.2f} over {told} tok/s, at most "
                                       f"{settings.max_spread} allowed: something else used the machine")]

@@ -57,7 +57,7 @@ def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardw
         "comparability": known,
         "checkpoint_id": checkpoint_id(server.settings.model),
         "requested": server.settings.requested(),
-        "effective": server.effective,
+        "effective": effective(server, memory),
         "kv_cache_usage_max": points.kv_use,
         "memory": memory,
         "memory_summary": summary.memory_summary(memory),
@@ -89,6 +89,14 @@ def judge(runs: Mapping[int, list[guards.Run]], settings: BenchSettings) -> dict
         "preemptions": sum(point["preemptions"] for point in per_concurrency.values()),
         "per_concurrency": per_concurrency,
     }
+
+
+def effective(server: Server, memory: list[dict]) -> dict[str, Any]:
+    """The settings the engine resolved, completed by what its workers say of themselves (rank 0; they are equal)."""
+    rank = memory[0]
+    names = {"block_size": "kv_block_size", "max_num_seqs": "max_num_seqs", "kernels": "kernels",
+             "max_num_batched_tokens": "max_num_batched_tokens", "state_cache_mode": "state_cache_mode"}
+    return server.effective | {ours: rank[theirs] for ours, theirs in names.items() if rank.get(theirs) is not None}
 
 
 def checkpoint_id(model: Path) -> str:
@@ -123,47 +131,59 @@ class _Points:
     def measure(self, client: BenchClient) -> dict[int, list[guards.Run]]:
         """Warm up each concurrency, then all repeats; repeats of different concurrencies alternate, so drift hits both."""
         settings = self.settings
-        wanted = [(repeat, concurrency) for repeat in range(settings.repeats) for concurrency in settings.concurrency]
-        done = {point: run for point in wanted if (run := self._kept(*point)) is not None}
-        if len(done) < len(wanted):
+        runs = {concurrency: self._kept_runs(concurrency) for concurrency in settings.concurrency}
+        if any(len(kept) < settings.repeats or self._wide(kept) for kept in runs.values()):
             with _KvUse(self.server) as use:
-                for index, concurrency in enumerate(settings.concurrency):
-                    self._run(client, concurrency, settings.warmup_prompts_per_concurrency * concurrency,
-                              seed=self._seed(len(wanted) + index), name=f"warmup-c{concurrency}")
+                for concurrency in settings.concurrency:
+                    self._run(client, concurrency, settings.warmup_prompts(concurrency),
+                              self._seed(settings.max_repeats, concurrency), f"warmup-c{concurrency}")
             self.kv_use = use.highest
-        for index, (repeat, concurrency) in enumerate(wanted):
-            if (repeat, concurrency) not in done:
-                done[repeat, concurrency] = self._timed(client, concurrency, repeat, self._seed(index))
-        return {concurrency: [done[repeat, concurrency] for repeat in range(settings.repeats)]
-                for concurrency in settings.concurrency}
+        for repeat in range(settings.max_repeats):
+            for concurrency, done in runs.items():
+                if len(done) == repeat and (repeat < settings.repeats or self._wide(done)):
+                    done.append(self._timed(client, concurrency, repeat))
+        return runs
 
-    def _seed(self, index: int) -> int:
-        return (self.settings.seed * 1000 + index + 1) * SEED_STRIDE % 2**31
+    def _wide(self, runs: list[guards.Run]) -> bool:
+        return guards.too_wide([run.raw["output_throughput"] for run in runs], self.settings)
+
+    def _kept_runs(self, concurrency: int) -> list[guards.Run]:
+        """Valid runs of this very measurement that an earlier, ended process left."""
+        kept: list[guards.Run] = []
+        for repeat in range(self.settings.max_repeats):
+            path = self._path(concurrency, repeat)
+            saved = read_json(path) if path.exists() else {}
+            if saved.get("key") != self.key:
+                break
+            run = guards.Run(**saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")})
+            if guards.check_run(run, self.settings):
+                break
+            kept.append(run)
+        return kept
+
+    def _seed(self, repeat: int, concurrency: int) -> int:
+        """Another seed for every point: never the same random prompts twice."""
+        settings = self.settings
+        index = repeat * len(settings.concurrency) + settings.concurrency.index(concurrency) + 1
+        return (settings.seed * 1000 + index) * SEED_STRIDE % 2**31
 
     def _path(self, concurrency: int, repeat: int) -> Path:
         return self.folder / f"c{concurrency}-r{repeat}.json"
 
-    def _kept(self, repeat: int, concurrency: int) -> guards.Run | None:
-        path = self._path(concurrency, repeat)
-        saved = read_json(path) if path.exists() else {}
-        if saved.get("key") != self.key:
-            return None
-        run = guards.Run(**saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")})
-        return None if guards.check_run(run, self.settings) else run
-
-    def _timed(self, client: BenchClient, concurrency: int, repeat: int, seed: int) -> guards.Run:
+    def _timed(self, client: BenchClient, concurrency: int, repeat: int) -> guards.Run:
         settings, server = self.settings, self.server
         if settings.cache == "cold":
             server.reset_prefix_cache()
         before, born = self._settled(), self._identity()
-        prompts = settings.num_prompts_per_concurrency * concurrency
-        raw, answer = self._run(client, concurrency, prompts, seed, f"c{concurrency}-r{repeat}-raw")
+        prompts = settings.prompts(concurrency)
+        raw, answer = self._run(client, concurrency, prompts, self._seed(repeat, concurrency), f"c{concurrency}-r{repeat}-raw")
         server.check(f"benching concurrency {concurrency}, repeat {repeat}")
         run = guards.Run(raw=raw, prompt_tokens_sent=answer["prompt_tokens_sent"], before=before, after=self._settled(),
                          server_before=born, server_after=self._identity(), retries=answer["retries"], prompts=prompts,
                          concurrency=concurrency, repeat=repeat, seed=answer["seed"])
         write_json(self._path(concurrency, repeat), {"key": self.key, "run": vars(run)})
-        print(f"bench {server.model}: concurrency {concurrency}, repeat {repeat + 1} of {settings.repeats}: "
+        self._path(concurrency, repeat).with_name(f"c{concurrency}-r{repeat}-raw.json").unlink()
+        print(f"bench {server.model}: concurrency {concurrency}, repeat {repeat + 1}: "
               f"{raw['output_throughput']:.1f} output tok/s, TTFT {raw['median_ttft_ms']:.1f} ms", file=sys.stderr, flush=True)
         return run
 

@@ -21,12 +21,16 @@ class BenchSettings:
     num_prompts_per_concurrency: int = 4
     """Prompts of a timed run, times the concurrency."""
     warmup_prompts_per_concurrency: int = 1
-    """Prompts of the untimed run before, times the concurrency; at least one."""
+    """Prompts of the untimed run before, times the concurrency."""
+    min_prompts: int = 4
+    """Prompts of any run, timed or not, at least: at concurrency 1 the two numbers above are too few."""
     repeats: int = 3
+    max_repeats: int = 5
+    """A concurrency whose repeats do not agree is measured again, up to so often; every repeat counts."""
     seed: int = 0
     min_repeats: int = 3
-    max_spread: float = 0.25
-    """Largest (max - min) / median of output tokens/s over the repeats of one concurrency."""
+    max_spread: float = 0.15
+    """Largest interquartile range / median of output tokens/s over the repeats of one concurrency."""
     min_itl_ms: float = 0.05
     """A median inter-token latency below this is no decoding step but a burst of chunks."""
     max_coalesced: float = 0.1
@@ -43,9 +47,11 @@ class BenchSettings:
             raise ValueError(f"cache {self.cache!r}: 'cold' or 'warm'")
         if not self.concurrency or min(self.concurrency) < 1 or len(set(self.concurrency)) != len(self.concurrency):
             raise ValueError(f"concurrency {list(self.concurrency)}: needs distinct numbers of at least 1")
-        for name in ("input_len", "output_len", "num_prompts_per_concurrency", "warmup_prompts_per_concurrency", "repeats"):
+        for name in ("input_len", "output_len", "num_prompts_per_concurrency", "warmup_prompts_per_concurrency", "min_prompts", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        if self.max_repeats < self.repeats:
+            raise ValueError(f"max_repeats: {self.max_repeats} is less than repeats, {self.repeats}")
         if self.output_len < 2:
             raise ValueError("output_len: time per output token needs at least 2 tokens")
 
@@ -60,8 +66,16 @@ class BenchSettings:
             values["concurrency"] = tuple(values["concurrency"])
         return cls(**values)
 
+    def prompts(self, concurrency: int) -> int:
+        """Prompts of one timed run."""
+        return max(self.min_prompts, self.num_prompts_per_concurrency * concurrency)
+
+    def warmup_prompts(self, concurrency: int) -> int:
+        """Prompts of the untimed run before the first timed one."""
+        return max(self.min_prompts, self.warmup_prompts_per_concurrency * concurrency)
+
     def workload_key(self) -> dict[str, Any]:
         """The part that must be equal for two results to be comparable (thresholds and the time-out are not)."""
-        names = ("workload", "input_len", "output_len", "concurrency", "num_prompts_per_concurrency", "repeats", "seed", "cache")
+        names = ("workload", "input_len", "output_len", "concurrency", "num_prompts_per_concurrency", "min_prompts", "seed", "cache")
         return {name: list(value) if isinstance(value, tuple) else value
                 for name, value in asdict(self).items() if name in names}

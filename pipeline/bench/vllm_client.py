@@ -24,7 +24,6 @@ import sys
 import traceback
 
 DROPPED_CONNECTION = ("ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "BrokenPipeError")
-SEED_STEP = 1
 
 
 def name_the_package() -> None:
@@ -46,7 +45,7 @@ class Instruments:
     """Wraps vllm's request function and stream parser, and counts."""
 
     def __init__(self, serve, requests) -> None:
-        self.retries, self.prompt_tokens, self.seed = 0, {}, None
+        self.retries, self.prompt_tokens, self.seed, self.special = 0, {}, None, 0
         self._serve = serve
         self._send = requests.ASYNC_REQUEST_FUNCS["openai"]
         requests.ASYNC_REQUEST_FUNCS["openai"] = self.send
@@ -66,7 +65,8 @@ class Instruments:
 
     async def send(self, request_func_input, session, pbar=None):
         if request_func_input.request_id:
-            self.prompt_tokens[request_func_input.request_id] = request_func_input.prompt_len
+            # vllm counts the text alone; the server puts the tokenizer's special tokens (BOS) before it.
+            self.prompt_tokens[request_func_input.request_id] = request_func_input.prompt_len + self.special
         output = await self._send(request_func_input, session, pbar)
         unanswered = not output.success and not output.ttft and not output.generated_text
         if unanswered and any(name in output.error for name in DROPPED_CONNECTION):
@@ -75,12 +75,13 @@ class Instruments:
         return output
 
     def distinct_samples(self, args, tokenizer):
+        self.special = int(tokenizer.num_special_tokens_to_add())
         while True:
             samples = self._sample(args, tokenizer)
             if len({str(sample.prompt) for sample in samples}) == len(samples):
                 self.seed = args.seed
                 return samples
-            args.seed += SEED_STEP
+            args.seed += 1
 
 
 def _error_in(message: str):

@@ -77,10 +77,30 @@ class Server:
 
         Raises :class:`Invalid` when the worker has no such report.
         """
-        answer = self._post("/collective_rpc", {"method": "memory_report", "timeout": 600.0}, timeout_s=620.0)
+        return self._workers("memory_report")
+
+    def kv_scales(self) -> dict[str, Any]:
+        """Where the KV cache's scales come from, as the workers see them.
+
+        ``{"label", "layers"}``; label: ``not applied`` (the cache is not FP8), ``calibrated`` (every layer's scales are the
+        checkpoint's), ``uncalibrated (scale 1.0)``, ``partly calibrated``, or ``None`` where the layers do not say.
+        """
+        layers = {f"rank{rank['rank']}/{name}": layer for rank in self._workers("kv_scales")
+                  for name, layer in rank["layers"].items()}
+        sources = {layer["source"] for layer in layers.values()}
+        if not any(layer["applied"] for layer in layers.values()):
+            label = "not applied" if layers else None
+        else:
+            label = {frozenset(["checkpoint"]): "calibrated", frozenset(["default"]): "uncalibrated (scale 1.0)",
+                     frozenset(["checkpoint", "default"]): "partly calibrated"}.get(frozenset(sources))
+        return {"label": label, "layers": layers}
+
+    def _workers(self, method: str) -> list[dict[str, Any]]:
+        """Call a method of the worker extension: one dict a rank."""
+        answer = self._post("/collective_rpc", {"method": method, "timeout": 600.0}, timeout_s=620.0)
         ranks = answer.get("results")
         if not ranks or not all(isinstance(rank, dict) for rank in ranks):
-            raise Invalid(f"{self.base_url}: no memory report from the workers: {str(answer)[:300]}")
+            raise Invalid(f"{self.base_url}: the workers do not answer {method}: {str(answer)[:300]}")
         return ranks
 
     @property
@@ -90,6 +110,7 @@ class Server:
         size = self.settings.checkpoint_bytes
         return {"load_s": self.load_s, "checkpoint_bytes": size, "load_gb_s": size / 1e9 / self.load_s,
                 "weights_load_s": told["value"] if told else None,
+                "weights_load_gb_s": size / 1e9 / told["value"] if told and told["value"] else None,
                 "weights_load_log_line": told["raw"] if told else None}
 
     def _get(self, path: str, timeout_s: float = 60.0) -> bytes:
@@ -214,5 +235,9 @@ def effective_settings(server: Server) -> dict[str, Any]:
         "mamba_cache_mode": cache.get("mamba_cache_mode"),
         "enable_prefix_caching": {"True": True, "False": False}.get(cache.get("enable_prefix_caching", "")),
     }
+    try:
+        effective["kv_scales"] = server.kv_scales()
+    except Invalid as error:  # a worker without the extension serves all the same
+        effective["kv_scales"] = {"label": None, "reason": str(error).splitlines()[0]}
     effective["log"] = logs.facts(logs.start_of(server.log_path))
     return effective
