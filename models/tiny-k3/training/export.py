@@ -84,6 +84,7 @@ def export(model: TinyK3, directory: Path) -> int:
     for number, shard in sorted(shards.items()):
         file = f"model-{number + 1:05d}-of-{len(shards):06d}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)  # safetensors makes 0600
         weight_map |= dict.fromkeys(shard, file)
     total = sum(value.nbytes for value in tensors.values())
     generation = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 256, **TOKEN_IDS}

@@ -1,0 +1,82 @@
+"""Score a checkpoint on the seven families: one question a document, greedy, whole answer right.
+
+Scoring is teacher-forced: an answer counts when every token of it is the arg-max, which is exactly when greedy decoding
+would produce it.  ``item_accuracy`` counts the tokens of an answer one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from export import load
+from model import TinyK3
+from tasks import FAMILIES, Source, Words
+
+LENGTHS = (512, 1024, 2048, 4096)
+BATCH_TOKENS = 8192
+
+
+@torch.inference_mode()
+def score(model: TinyK3, family: str, length: int, count: int, seed: int, words: Words | None = None) -> dict:
+    """``count`` questions of one family in documents of ``length`` tokens -> exact and per-item accuracy."""
+    source = Source(words or Words.load(), seed)
+    questions = [source.question(family, length) for _ in range(count)]
+    exact, items = [], []
+    step = max(1, BATCH_TOKENS // length)
+    for start in range(0, count, step):
+        group = questions[start:start + step]
+        ids = np.zeros((len(group), length), dtype=np.int64)
+        select = np.zeros((len(group), length), dtype=bool)
+        for row, (prompt, answer) in enumerate(group):
+            ids[row, :len(prompt) + len(answer)] = np.concatenate([prompt, answer])
+            select[row, len(prompt) - 1:len(prompt) + len(answer) - 1] = True
+        best = model(torch.from_numpy(ids), torch.from_numpy(select)).argmax(-1).numpy()
+        for _, answer in group:
+            right, best = best[:len(answer)] == answer, best[len(answer):]
+            exact.append(bool(right.all()))
+            items.append(float(right.mean()))
+    return {"n": count, "accuracy": round(float(np.mean(exact)), 4), "item_accuracy": round(float(np.mean(items)), 4)}
+
+
+def table(model: TinyK3, lengths: tuple[int, ...], count: int, seed: int) -> dict:
+    """{family: {length: score}}; prints each cell as it comes."""
+    model.eval()
+    words, result = Words.load(), {}
+    for family in FAMILIES:
+        for length in lengths:
+            cell = score(model, family, length, count, seed + length, words)
+            result.setdefault(family, {})[str(length)] = cell
+            print(f"{family:12} {length:5} {cell['accuracy']:.3f} (items {cell['item_accuracy']:.3f}, n {count})", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="exported checkpoint")
+    parser.add_argument("--count", type=int, default=100, help="questions a cell")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="write the table as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    began = time.time()
+    result = {
+        "scoring": "greedy, whole answer right, one question a document; fp32, weights as exported (MXFP4 experts)",
+        "command": f"python evaluate.py <checkpoint> --count {arguments.count} --seed {arguments.seed} --lengths "
+                   + " ".join(map(str, arguments.lengths)),
+        "families": table(load(arguments.directory), tuple(arguments.lengths), arguments.count, arguments.seed),
+    }
+    print(f"{time.time() - began:.0f} s")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
