@@ -31,6 +31,7 @@ from pipeline.quant.recipe import Recipe
 from pipeline.quant.streaming import convert_shard
 
 RECORDS = ".records"
+LOCK_PATIENCE_S = 2.0
 
 
 def requantize(
@@ -70,7 +71,6 @@ def requantize(
         _check_space(plan, todo, partial)
         for name, record in _convert_all(plan, todo, partial, workers):
             _check_hash(source / name, record["source"]["sha256"], expected.get(name))
-            files.write_json(partial / RECORDS / f"{name}.json", record)
             done[name] = record
         for name, record in done.items():
             _check_hash(source / name, record["source"]["sha256"], expected.get(name))
@@ -90,11 +90,17 @@ def requantize(
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
+    """Hold the directory.  Workers inherit the lock: it is free only when the last of a killed run's workers is gone."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
     with open(partial / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Refused(f"{partial}: another process is writing it; wait for it") from None
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise Refused(f"{partial}: another process is writing it; wait for it") from None
+                time.sleep(0.02)
         yield
 
 
@@ -150,7 +156,7 @@ def _convert_one(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Rec
     result = convert_shard(plan_source, partial, shard, recipe, progress)
     if _stamp(plan_source / shard.name) != stamp:
         raise Refused(f"{plan_source / shard.name}: changed while it was read; let its writer finish")
-    return {
+    record = {
         "recipe_sha256": recipe.sha256,
         "plan_sha256": shard.sha256,
         "boot_id": _boot_id(),
@@ -158,6 +164,9 @@ def _convert_one(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Rec
         "target": {"size_bytes": result["target_bytes"], "sha256": result["target_sha256"]},
         "damage": {module: asdict(damage) for module, damage in result["damage"].items()},
     }
+    # Written by the worker itself, before it takes another shard: a kill loses no more than what is in flight.
+    files.write_json(partial / RECORDS / f"{shard.name}.json", record)
+    return record
 
 
 _shared_progress: Any = None
