@@ -40,6 +40,7 @@ class Transport:
     known: Mapping[str, Any] | None = None
     """Prompt hashes that may be asked for; ``None``: any."""
     _failing: int = field(default=0, init=False)
+    _dead: bool = field(default=False, init=False)
 
     async def ask(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
                   sent_tokens: int | None) -> Record:
@@ -52,14 +53,21 @@ class Transport:
         self.journal.add(record)
         self._failing = 0 if record.failure is None else self._failing + 1
         if self._failing >= self.failures_in_a_row:
-            raise ServerDied(f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
+            raise self._death(f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
                              f"{self.describe(prompt_hash)}: {record.message}")
         return record
+
+    def _death(self, message: str) -> BaseException:
+        """The error that ends the run; requests in flight that find out later are merely cancelled."""
+        first, self._dead = not self._dead, True
+        return ServerDied(message) if first else asyncio.CancelledError()
 
     async def _attempts(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
                         sent_tokens: int | None) -> Record:
         start = time.monotonic()
         for attempt in range(1, self.retries + 2):
+            if self._dead:
+                raise asyncio.CancelledError
             try:
                 async with asyncio.timeout(self.deadline_s):
                     status, body = await _post(session, url, headers, payload)
@@ -79,7 +87,7 @@ class Transport:
             if attempt <= self.retries:
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_LIMIT_S))
         if not await asyncio.to_thread(alive, self.base_url):
-            raise ServerDied(f"{self.base_url}: died while answering {self.describe(prompt_hash)} ({problem})")
+            raise self._death(f"{self.base_url}: died while answering {self.describe(prompt_hash)} ({problem})")
         return failed(prompt_hash, "error", problem, time.monotonic() - start, self.retries + 1)
 
 
