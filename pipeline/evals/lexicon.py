@@ -17,9 +17,10 @@ from pipeline.files import read_json
 VALUES_PER_KEY = 3
 KEYS_PER_QUERY = 4
 STATEMENTS = 16
-DISTRACTORS = 4
-FREQUENT_TIMES = 6
-OTHER_TIMES = (3, 2, 2, 1, 1)
+CHAINS = 8
+DISTRACTORS = 5
+FREQUENT_TIMES = 8
+OTHER_WORDS = 3
 
 
 class Lexicon:
@@ -79,28 +80,30 @@ class Lexicon:
         return Draft(needles, question, self._answer(values), answer_tokens=len(values) + 1)
 
     def _multi_query(self, rng: random.Random, depth: float, _: int) -> Draft:
-        keys = rng.sample(self.keys, KEYS_PER_QUERY + DISTRACTORS)
+        keys = rng.sample(self.keys, STATEMENTS)
         facts = {key: rng.choice(self.values) for key in keys}
         needles = [Needle(depth if i == 0 else rng.random(), self._statement(*fact)) for i, fact in enumerate(facts.items())]
         asked = rng.sample(keys[:KEYS_PER_QUERY], KEYS_PER_QUERY)
         question = f"{self.marks['query']} {' '.join(asked)} {self.marks['multi_query']}"
-        return Draft(needles, question, self._answer([facts[key] for key in asked]),
-                     answer_tokens=len(asked) + 1)
+        return Draft(needles, question, self._answer([facts[key] for key in asked]), answer_tokens=len(asked) + 1)
 
     def _variable_tracking(self, rng: random.Random, depth: float, _: int) -> Draft:
-        keys = rng.sample(self.keys, 2 + DISTRACTORS)
-        value = rng.choice(self.values)
-        needles = [Needle(depth, self._statement(keys[0], value)),
-                   Needle(rng.uniform(depth, 1), self._statement(keys[1], f"{self.marks['alias']} {keys[0]}"))]
-        needles += [Needle(rng.random(), self._statement(key, rng.choice(self.values))) for key in keys[2:]]
-        question = f"{self.marks['query']} {keys[1]} {self.marks['statement']}"
-        return Draft(needles, question, self._answer([value]), answer_tokens=2)
+        """Chains of two: each source has a value and one alias after it; the first chain's alias is asked."""
+        sources, aliases = (keys := rng.sample(self.keys, 2 * CHAINS))[:CHAINS], keys[CHAINS:]
+        values, needles = [rng.choice(self.values) for _ in sources], []
+        for i, (source, alias, value) in enumerate(zip(sources, aliases, values, strict=True)):
+            place = depth if i == 0 else rng.random()
+            needles += [Needle(place, self._statement(source, value)),
+                        Needle(rng.uniform(place, 1), self._statement(alias, f"{self.marks['alias']} {source}"))]
+        question = f"{self.marks['query']} {aliases[0]} {self.marks['statement']}"
+        return Draft(needles, question, self._answer([values[0]]), answer_tokens=2)
 
     def _frequent_words(self, rng: random.Random, depth: float, _: int) -> Draft:
-        words = rng.sample(self.keys, 1 + len(OTHER_TIMES))
-        times = zip(words, (FREQUENT_TIMES, *OTHER_TIMES), strict=True)
+        """One word is marked more than twice as often as any other."""
+        words = rng.sample(self.keys, 1 + OTHER_WORDS)
+        times = [FREQUENT_TIMES, *(rng.randint(1, FREQUENT_TIMES // 2) for _ in range(OTHER_WORDS))]
         needles = [Needle(rng.random(), f"{self.marks['count']} {word} {self.marks['end']}")
-                   for word, count in times for _ in range(count)]
+                   for word, count in zip(words, times, strict=True) for _ in range(count)]
         question = f"{self.marks['query']} {self.marks['count']}"
         return Draft(needles, question, self._answer([words[0]]), answer_tokens=2, has_depth=False)
 
