@@ -12,15 +12,14 @@ from typing import Any
 from pipeline.bench import guards, summary
 from pipeline.bench.client import BenchClient
 from pipeline.bench.key import VARIANT_AXES, comparability
-from pipeline.bench.settings import SEED_STRIDE, BenchSettings
+from pipeline.bench.settings import BenchSettings
 from pipeline.errors import Invalid
 from pipeline.files import read_json, sha256_json, write_json
 from pipeline.serve import Server, measuring, watchdog
 from pipeline.serve.environments import python_of
 
-SETTLE_S = 5.0
 KV_SAMPLE_S = 0.25
-RUNNING, WAITING, KV_USE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+KV_USE = "vllm:kv_cache_usage_perc"
 
 
 def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardware: Mapping | None = None,
@@ -136,7 +135,7 @@ class _Points:
             with _KvUse(self.server) as use:
                 for concurrency in settings.concurrency:
                     self._run(client, concurrency, settings.warmup_prompts(concurrency),
-                              self._seed(settings.max_repeats, concurrency), f"warmup-c{concurrency}")
+                              settings.point_seed(settings.max_repeats, concurrency), f"warmup-c{concurrency}")
             self.kv_use = use.highest
         for repeat in range(settings.max_repeats):
             for concurrency, done in runs.items():
@@ -161,12 +160,6 @@ class _Points:
             kept.append(run)
         return kept
 
-    def _seed(self, repeat: int, concurrency: int) -> int:
-        """Another seed for every point: never the same random prompts twice."""
-        settings = self.settings
-        index = repeat * len(settings.concurrency) + settings.concurrency.index(concurrency) + 1
-        return (settings.seed * 1000 + index) * SEED_STRIDE % 2**31
-
     def _path(self, concurrency: int, repeat: int) -> Path:
         return self.folder / f"c{concurrency}-r{repeat}.json"
 
@@ -174,11 +167,11 @@ class _Points:
         settings, server = self.settings, self.server
         if settings.cache == "cold":
             server.reset_prefix_cache()
-        before, born = self._settled(), self._identity()
+        before, born = server.settled_metrics(), self._identity()
         prompts = settings.prompts(concurrency)
-        raw, answer = self._run(client, concurrency, prompts, self._seed(repeat, concurrency), f"c{concurrency}-r{repeat}-raw")
+        raw, answer = self._run(client, concurrency, prompts, settings.point_seed(repeat, concurrency), f"c{concurrency}-r{repeat}-raw")
         server.check(f"benching concurrency {concurrency}, repeat {repeat}")
-        run = guards.Run(raw=raw, prompt_tokens_sent=answer["prompt_tokens_sent"], before=before, after=self._settled(),
+        run = guards.Run(raw=raw, prompt_tokens_sent=answer["prompt_tokens_sent"], before=before, after=server.settled_metrics(),
                          server_before=born, server_after=self._identity(), retries=answer["retries"], prompts=prompts,
                          concurrency=concurrency, repeat=repeat, seed=answer["seed"])
         write_json(self._path(concurrency, repeat), {"key": self.key, "run": vars(run)})
@@ -190,19 +183,6 @@ class _Points:
     def _identity(self) -> tuple[int, ...]:
         process = watchdog.read_process(self.server.pid)
         return (self.server.pid, process.start_ticks if process else 0)
-
-    def _settled(self) -> dict[str, float]:
-        """The server's counters when nothing runs and two readings agree: they lag behind the last answer."""
-        deadline = time.monotonic() + SETTLE_S
-        last = self.server.metrics()
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            now = self.server.metrics()
-            idle = not now.get(RUNNING) and not now.get(WAITING)
-            if idle and all(now.get(name) == last.get(name) for name in (guards.GENERATED, guards.PROMPTED)):
-                return now
-            last = now
-        return last
 
     def _run(self, client: BenchClient, concurrency: int, prompts: int, seed: int, name: str) -> tuple[dict, dict]:
         server, settings = self.server, self.settings
@@ -222,8 +202,8 @@ class _Points:
             server.check(f"benching concurrency {concurrency}")
             raise Invalid(f"vllm bench serve failed at concurrency {concurrency}: {answer['error']}")
         raw = read_json(path)
-        if name.startswith("warmup") and raw.get("completed") != prompts:
-            server.check(f"warming up concurrency {concurrency}")
+        if raw.get("completed") != prompts:
+            server.check(f"benching concurrency {concurrency}")
         return raw, answer
 
 

@@ -74,6 +74,11 @@ class BenchSettings:
         """Prompts of the untimed run before the first timed one."""
         return max(self.min_prompts, self.warmup_prompts_per_concurrency * concurrency)
 
+    def point_seed(self, repeat: int, concurrency: int) -> int:
+        """Seed of one run's random prompts: another one for every run of a bench."""
+        index = repeat * len(self.concurrency) + self.concurrency.index(concurrency) + 1
+        return (self.seed * 1000 + index) * SEED_STRIDE % 2**31
+
     def workload_key(self) -> dict[str, Any]:
         """The part that must be equal for two results to be comparable (thresholds and the time-out are not)."""
         names = ("workload", "input_len", "output_len", "concurrency", "num_prompts_per_concurrency", "min_prompts", "seed", "cache")

@@ -19,6 +19,8 @@ from pipeline.serve.settings import ServerSettings
 
 API_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 POLL_S = 0.2
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 DYING_S = 0.5
 GENERATION_TRIES = 3
 FIRST_GENERATION_S = 300.0
@@ -62,6 +64,17 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """``/metrics``: ``{name: value}``, see :func:`pipeline.serve.http.parse_metrics`."""
         return http.parse_metrics(self._get("/metrics").decode())
+
+    def settled_metrics(self, timeout_s: float = 5.0) -> dict[str, float]:
+        """:meth:`metrics` once nothing runs and two readings agree: counters lag behind the last answer."""
+        deadline, last = time.monotonic() + timeout_s, self.metrics()
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = self.metrics()
+            if not any(now.get(name) for name in BUSY) and all(now.get(name) == last.get(name) for name in TOKENS):
+                return now
+            last = now
+        return last
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache.  Raises :class:`Invalid` when the server does not confirm it."""

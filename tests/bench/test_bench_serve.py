@@ -1,0 +1,140 @@
+"""The whole bench, with vllm's real client, against servers that lie.  Runs in serve-cpu; no engine is started."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.bench import BenchSettings, bench, runner
+from pipeline.bench.client import BenchClient
+from pipeline.errors import Invalid
+from pipeline.files import read_json, write_json
+from pipeline.serve import Server, ServerDied, running
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
+# One repeat, and no judgement of speed: these tests also run on machines that are busy with something else.
+SETTINGS = BenchSettings(input_len=16, output_len=6, concurrency=(1, 3), num_prompts_per_concurrency=2, min_prompts=3,
+                         repeats=1, min_repeats=1, max_repeats=1, min_itl_ms=0.0, max_spread=1e9)
+MEMORY = ({"rank": 0, "weight_bytes": 10, "kv_capacity_tokens": 500, "emulated": [], "kv_block_size": 512, "max_num_seqs": 16},)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """One client process for all tests: importing vllm takes seconds."""
+    with BenchClient(Path(sys.executable), tmp_path_factory.mktemp("client") / "log") as started:
+        yield started
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """What the client reads of a checkpoint: its tokenizer."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    (folder / "model.safetensors").write_bytes(b"\0" * 1000)
+    return folder
+
+
+@pytest.fixture
+def measure(mock_settings, checkpoint, client, tmp_path, monkeypatch):
+    """``measure(behaviour fields...)`` -> bench result of a stand-in server that has them."""
+    monkeypatch.setattr(runner, "python_of", lambda name: sys.executable)
+    monkeypatch.setattr(runner, "BenchClient", lambda *_: contextlib.nullcontext(client))
+
+    def run(settings=SETTINGS, **fields):
+        fields = {"token_s": 0.002, "tokenizer": str(checkpoint), "memory_report": MEMORY} | fields
+        with running(mock_settings(**fields), tmp_path / "server.log") as server:
+            return bench(server, settings, tmp_path / "bench", hardware={"cpu": "x"}, software={"vllm": "y"})
+
+    return run
+
+
+def test_an_honest_server(measure, tmp_path):
+    resets = []
+    original = Server.reset_prefix_cache
+    Server.reset_prefix_cache = lambda self: (resets.append(1), original(self))
+    try:
+        result = measure(dataclasses.replace(SETTINGS, repeats=2, max_repeats=2), prefix_hits_on_repeat=True)
+    finally:
+        Server.reset_prefix_cache = original
+    assert result["status"] == "valid", result["reason"]
+    assert result["output_tok_s"] > 0 and result["ttft_ms_p50"] > 0 and result["tpot_ms_p50"] >= 2
+    assert result["itl_ms_p50"] >= 2 and result["e2el_ms_p50"] > result["ttft_ms_p50"] and result["request_throughput"] > 0
+    seeds = [seed for point in result["per_concurrency"].values() for seed in point["seeds"]]
+    assert len(set(seeds)) == 4 == len(resets)
+    assert result["speed_label"] == "measured" and result["memory"] == list(MEMORY)
+    assert result["memory_summary"]["weight_bytes"] == 10 and result["memory_summary"]["activation_peak_bytes"] is None
+    assert result["effective"]["block_size"] == 512 and result["effective"]["max_num_seqs"] == 16
+    assert result["requested"]["block_size"] is None and result["host_memory"]["host_rss_bytes"] > 0
+    assert result["comparability"]["key"]
+    write_json(tmp_path / "result.json", result)  # no NaN, no path objects
+    assert str(tmp_path) not in (tmp_path / "result.json").read_text(), "a result that names this machine compares with none"
+    raw = read_json(tmp_path / "bench" / "runs" / "c3-r0.json")["run"]["raw"]
+    assert len(raw["itls"]) == 6 and all(len(itl) == 5 for itl in raw["itls"]), "per-request detail is kept"
+
+
+@pytest.mark.parametrize("fields, code", [
+    ({"prefix_hits_per_request": 5}, "prefix_hits"),
+    ({"stream_error_after": 3, "stream_error_every": 4}, "stream_error"),
+    ({"generation_fails_after": 9}, "requests_failed"),
+    ({"short_output_tokens": 2}, "short_outputs"),
+    ({"prompt_tokens_lower_by": 4}, "prompt_tokens_disagree"),
+    ({"completion_tokens_higher_by": 2}, "coalesced_chunks"),
+    ({"metrics_generation_tokens_higher_by": 1}, "token_counts_disagree"),
+    ({"coalesce": True}, "insane_itl"),
+    ({"restart_counters_after": 9}, "server_restarted"),
+])
+def test_each_lie_is_caught_by_its_guard(measure, fields, code):
+    result = measure(dataclasses.replace(SETTINGS, min_itl_ms=0.05), **fields)
+    assert result["status"] == "invalid" and code in result["reason_codes"], result["reason"]
+
+
+def test_the_same_seed_on_a_warm_cache_is_caught(measure, monkeypatch):
+    """https://github.com/vllm-project/vllm/issues/52884: repeated random prompts measured the prefix cache."""
+    monkeypatch.setattr(BenchSettings, "point_seed", lambda self, repeat, concurrency: 7)
+    monkeypatch.setattr(Server, "reset_prefix_cache", lambda self: None)
+    result = measure(dataclasses.replace(SETTINGS, repeats=2, max_repeats=2), prefix_hits_on_repeat=True)
+    assert "prefix_hits" in result["reason_codes"]
+
+
+def test_a_dropped_connection_is_sent_again_once_and_counted(measure):
+    result = measure(drop_requests=[7, 12])  # after the readiness probe and two warm-ups of three
+    assert result["status"] == "valid", result["reason"]
+    assert sum(point["retries"] for point in result["per_concurrency"].values()) == 2
+
+
+def test_idle_sockets_that_close_break_nothing(measure):
+    result = measure(drop_idle_s=0.05)
+    assert result["status"] == "valid", result["reason"]
+
+
+def test_a_request_dropped_twice_has_failed(measure):
+    result = measure(drop_requests=list(range(8, 40)))
+    assert "requests_failed" in result["reason_codes"]
+
+
+def test_a_server_that_dies_keeps_what_was_done(measure, tmp_path):
+    with pytest.raises(ServerDied, match="while benching concurrency 3"):
+        measure(die_after=1 + 3 + 3 + 3 + 2)  # readiness, warm-ups, the first run, into the second
+    kept = tmp_path / "bench" / "runs" / "c1-r0.json"
+    assert [path.name for path in kept.parent.glob("c?-r?.json")] == ["c1-r0.json"]
+    before = kept.stat().st_mtime_ns
+    assert measure()["status"] == "valid"
+    assert kept.stat().st_mtime_ns == before, "not run again"
+
+
+def test_emulated_kernels_label_the_speed(measure):
+    result = measure(memory_report=[MEMORY[0] | {"emulated": ["mxfp4"]}])
+    assert result["speed_label"] == "emulated" and result["emulated"] == ["mxfp4"] and result["status"] == "valid"
+
+
+def test_a_client_that_fails_says_why(measure, monkeypatch):
+    monkeypatch.setattr(BenchSettings, "prompts", lambda self, concurrency: -1)
+    with pytest.raises(Invalid, match="vllm bench serve failed at concurrency 1"):
+        measure()
