@@ -1,8 +1,8 @@
 """The isolated environments: made once, found by name, locked by hash.  Standard library only.
 
 This is the door: ``python_of`` and ``ensure`` for code, ``python3 -m pipeline env`` for people.  ``K3Q_ENVS`` names the
-folder of the environments; ``K3Q_LAUNCH`` (``srun --nodes=2 ...``) is put before the command of ``env run``, outside what
-DVC hashes.
+folder of the environments; ``K3Q_LAUNCH`` (``srun --gpus-per-node=8``) is put before the command of ``env run``, where
+DVC does not hash it.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class _Maker:
                 self.name
             )  # of what is read now: a lock edited meanwhile makes the result stale
             if found != ABSENT:
-                self.say(f"{found}, so it is made anew")
+                self.say(f"{found}, so it is deleted and made anew")
             self.check_disk()
             if found != ABSENT:
                 _delete(self.name)
