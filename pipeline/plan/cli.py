@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, PipelineError
 from pipeline.plan import hardware as machines
 from pipeline.plan.alternatives import plan
 from pipeline.plan.render import decision_table, plan_text
-from pipeline.plan.request import Overrides, load_model
+from pipeline.plan.request import Model, Overrides, load_model
 from pipeline.plan.result import PlanResult
 from pipeline.plan.schemes import SCHEMES
 
@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quant", default="native", help=", ".join(SCHEMES))
     parser.add_argument("--kv", default="auto", help="auto, fp8, fp8_e5m2; a state dtype of its own as fp8_state16")
     parser.add_argument("--all-hardware", action="store_true", help="the decision table: every machine, every scheme, Markdown")
+    parser.add_argument("--headers", action="store_true", help="also read the shards' headers and compare them with the config")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     whole = [
         "max-model-len",
@@ -65,6 +66,14 @@ def _all_hardware(arguments: argparse.Namespace) -> dict[tuple[str, str], PlanRe
     return results
 
 
+def _with_headers(result: PlanResult, model: Model) -> PlanResult:
+    from pipeline.plan.headers import read_stored  # the checkpoint reader is not needed otherwise
+
+    stored = read_stored(model)
+    note = f"headers: {stored.tensors:,} tensors in {stored.shards} shards, {stored.bytes:,} B; config implies {stored.expected_bytes:,} B"
+    return replace(result, refusals=[*result.refusals, *stored.refusals], warnings=[*result.warnings, note])
+
+
 def main(argv: list[str]) -> int:
     """Print a plan; return the exit code."""
     arguments = _parser().parse_args(argv)
@@ -77,7 +86,10 @@ def main(argv: list[str]) -> int:
                 print(decision_table(results, TABLE_QUANTS))
             return EXIT_GOOD
         overrides = Overrides(**{entry.name: getattr(arguments, entry.name) for entry in fields(Overrides)})
-        result = plan(arguments.model, arguments.hardware, arguments.quant, arguments.kv, overrides=overrides)
+        model = load_model(arguments.model)
+        result = plan(model, arguments.hardware, arguments.quant, arguments.kv, overrides=overrides)
+        if arguments.headers:
+            result = _with_headers(result, model)
     except PipelineError as error:
         print(f"plan: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,7 +8,7 @@ from dataclasses import replace as changed
 from pipeline.errors import Refused
 from pipeline.k3 import source_format
 from pipeline.plan.activation import Activation, activation
-from pipeline.plan.cache import CachePlan, kv_gain, kv_key, plan_cache
+from pipeline.plan.cache import KV_DTYPES, CachePlan, kv_gain, kv_key, plan_cache
 from pipeline.plan.checks import refusals_of, warnings_of
 from pipeline.plan.compatibility import lookup
 from pipeline.plan.request import Request
@@ -127,6 +127,10 @@ def requantization(request: Request) -> str:
 def evaluate(request: Request) -> PlanResult:
     """Plan one request.  Refusals are collected, not raised; they carry no alternative yet."""
     facts, hardware, layout = request.model.facts, request.hardware, request.layout
+    found = lookup(request.combination)
+    if request.cache.kv not in ("auto", *KV_DTYPES):
+        why = f"{found.reason} ({found.source})" if found.verdict == "no" else "its bytes a token are not modelled"
+        raise Refused(f"kv {request.cache.kv} on {hardware.name}: {why}; use auto, {', '.join(KV_DTYPES)}")
     laid = memory(request)
     stage, cache = laid.fullest, laid.caches[laid.fullest]
     weights = max(laid.weights, key=lambda each: each.total)
@@ -141,7 +145,6 @@ def evaluate(request: Request) -> PlanResult:
         kv: plan_cache(facts, layout, changed(request.cache, kv=kv))[stage] for kv in ("auto", "fp8") if facts.kv_layers
     }
     lengths = [length for length in LENGTHS if length <= max(facts.max_model_len, request.cache.max_model_len)]
-    found = lookup(request.combination)
     return PlanResult(
         model=request.model.name,
         hardware=hardware.name,

@@ -12,7 +12,7 @@ from pipeline.plan.cache import CacheSettings, kv_key
 from pipeline.plan.compatibility import Combination, family
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.layout import Layout
-from pipeline.plan.schemes import Scheme, has_block_scales
+from pipeline.plan.schemes import Scheme, has_block_scales, known_as
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -25,6 +25,7 @@ class Model:
     name: str
     config: dict[str, Any]
     facts: ModelFacts
+    directory: Path | None = None
 
 
 def load_model(name: str) -> Model:
@@ -33,7 +34,7 @@ def load_model(name: str) -> Model:
     for place in places:
         if (place / "config.json").is_file() or (place.is_file() and place.suffix == ".json"):
             config = read_config(place)
-            return Model(name, config, model_facts(config))
+            return Model(name, config, model_facts(config), place)
     raise Unreadable(f"{name}: no config.json in {', '.join(str(place) for place in places)}")
 
 
@@ -97,7 +98,9 @@ class Request:
 
     def _stored_as(self) -> str:
         """The scheme's key; for ``native`` the key of what the checkpoint holds, where it is not what the model ships as."""
-        if self.scheme.format != "native" or not self.model.facts.is_k3:
+        if self.scheme.format != "native":
+            return known_as(self.scheme)
+        if not self.model.facts.is_k3:
             return self.quant
         source = source_format(self.model.config)
         if source.weights == "float8":

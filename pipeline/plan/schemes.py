@@ -150,6 +150,15 @@ def scheme_of_recipe(key: str, recipe: dict[str, Any]) -> Scheme:
     return Scheme(key, name, recipe.get("scope", "experts"), group, calibrated, activations)
 
 
+def known_as(chosen: Scheme) -> str:
+    """The key under which the compatibility table knows a scheme; its own key where no scheme here is the same."""
+    same = (chosen.format, chosen.scope, chosen.group)
+    if chosen.key in SCHEMES and same == (SCHEMES[chosen.key].format, SCHEMES[chosen.key].scope, SCHEMES[chosen.key].group):
+        return chosen.key
+    equal = [key for key, other in SCHEMES.items() if (other.format, other.scope, other.group) == same]
+    return equal[0] if equal else f"{chosen.key}:{chosen.format}:{chosen.scope}:{chosen.group}"
+
+
 def _in_scope(tensor: Tensor, scope: str, has_experts: bool) -> bool:
     if not tensor.linear or scope == "none":
         return False

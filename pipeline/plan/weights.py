@@ -64,7 +64,7 @@ def rank_weights(facts: ModelFacts, rule: Rule, layout: Layout, platform: str, t
                 entries[tensor.role.value, dtype] += times * copies(tensor, layout) * elements * DTYPE_BYTES[dtype]
         if any(layer in layers for layer in facts.kv_layers):
             dtype, rotary = rotary_cache(facts)
-            entries["rotary_cache", dtype] += rotary
+            entries.update({("rotary_cache", dtype): rotary} if rotary else {})
         result.append(_sum(entries))
     return result
 
