@@ -1,4 +1,5 @@
-"""Facts of an architecture, read from ``config.json`` alone: layers, shapes, fused sets, sharding.  No weight is opened.
+"""Facts of an architecture, read from ``config.json`` alone: layers, shapes, fused sets, sharding.  No weight is
+opened.
 
 Standard library only: the planner answers in well under a second.
 """

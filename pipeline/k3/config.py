@@ -9,7 +9,8 @@ from typing import Any
 from pipeline.errors import Refused, Unreadable
 from pipeline.files import read_json
 
-# Compressed-tensors container formats (compressed_tensors/config/base.py, CompressionFormat) -> what one weight is stored as.
+# Compressed-tensors container formats (compressed_tensors/config/base.py, CompressionFormat) -> what one weight is
+# stored as.
 KNOWN_FORMATS = {
     "dense": "bfloat16",
     "mxfp4-pack-quantized": "mxfp4",
@@ -59,7 +60,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def declared_quantizations(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every ``quantization_config`` in the file, with where it stands.  More than one is a contradiction waiting to happen."""
+    """Every ``quantization_config`` in the file, with where it stands.  More than one is a contradiction waiting to
+    happen."""
     found = []
     if config.get("quantization_config"):
         found.append(("quantization_config", config["quantization_config"]))

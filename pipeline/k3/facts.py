@@ -178,7 +178,8 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
         heads, hidden, vocab = text["num_attention_heads"], text["hidden_size"], text["vocab_size"]
         head_dim = text.get("head_dim") or hidden // heads
         root = "language_model." if "text_config" in config else ""
-        tensors = [Tensor(f"{root}model.embed_tokens", Role.EMBEDDING, (vocab, hidden), shard=Shard.VOCAB, linear=False)]
+        name = f"{root}model.embed_tokens"
+        tensors = [Tensor(name, Role.EMBEDDING, (vocab, hidden), shard=Shard.VOCAB, linear=False)]
         for layer, kind in enumerate(kinds):
             tensors += _layer_tensors(text, f"{root}model.layers.{layer}", layer, kind, head_dim)
         tensors.append(Tensor(f"{root}model.norm", Role.NORM, (hidden,), linear=False))
@@ -190,7 +191,8 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
         tensors += build.vision_tensors(config.get("vision_config") or {}, hidden)
         max_len = text.get("max_position_embeddings") or 0
     except KeyError as error:
-        raise Unreadable(f"config.json lacks {error.args[0]!r}, which a {text.get('model_type')!r} model needs") from None
+        kind = text.get("model_type")
+        raise Unreadable(f"config.json lacks {error.args[0]!r}, which a {kind!r} model needs") from None
     architecture = (config.get("architectures") or text.get("architectures") or [text.get("model_type", "?")])[0]
     return ModelFacts(architecture, text.get("model_type", "?"), text, kinds, tuple(tensors), head_dim, max_len)
 
@@ -198,8 +200,8 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
 def ignore_patterns_without_match(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
     """The ignore patterns that match no tensor of the checkpoint (a typo, or a fused name that the file does not have).
 
-    ``re:`` patterns are matched from the start of the module name, others exactly or as its last parts, as compressed-tensors
-    does.  llm-compressor 0.14 accepts a pattern without a match in silence.
+    ``re:`` patterns are matched from the start of the module name, others exactly or as its last parts, as
+    compressed-tensors does.  llm-compressor 0.14 accepts a pattern without a match in silence.
     """
     names = [tensor.name.replace("{e}", "0") for tensor in facts.tensors]
     unmatched = []

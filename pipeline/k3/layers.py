@@ -1,7 +1,7 @@
 """Tensors of each kind of layer.  Names and shapes as in the released checkpoints; sharding as in vLLM 0.32.
 
-Sources: vllm/models/kimi_k3/nvidia/{model,kda,mla}.py, vllm/model_executor/models/{deepseek_v2,llama,qwen2,qwen3_next}.py,
-vllm/model_executor/models/kimi_k25_vit.py.
+Sources: vllm/models/kimi_k3/nvidia/{model,kda,mla}.py,
+vllm/model_executor/models/{deepseek_v2,llama,qwen2,qwen3_next}.py, vllm/model_executor/models/kimi_k25_vit.py.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def mlp(prefix: str, role: Role, hidden: int, width: int, layer: int) -> list[Te
 def moe_layer(text: dict[str, Any], prefix: str, layer: int, names: tuple[str, str, str], block: str) -> list[Tensor]:
     """Routed experts (in latent space where ``routed_expert_hidden_size`` is given), router, shared experts.
 
-    The router and its correction bias are never quantized: in bf16 instead of fp32 5.27 % of tokens change their expert set
-    (https://github.com/sgl-project/sglang/pull/33764).
+    The router and its correction bias are never quantized: in bf16 instead of fp32 5.27 % of tokens change their
+    expert set (https://github.com/sgl-project/sglang/pull/33764).
     """
     hidden, at = text["hidden_size"], f"{prefix}.{block}"
     experts = text.get("num_experts") or text.get("n_routed_experts") or text["num_local_experts"]

@@ -40,9 +40,9 @@ class Shard(Enum):
 class Tensor:
     """``count`` equal tensors (the experts of one layer are one entry).
 
-    ``name`` is the checkpoint name without ``.weight``, ``{e}`` standing for the expert.  ``shape`` is ``[out, in]`` for a
-    linear layer.  ``fused`` names vLLM's fused module: its members are quantized all together or not at all.  ``heads`` is
-    the number of key-value heads where fewer heads than ranks means replication.
+    ``name`` is the checkpoint name without ``.weight``, ``{e}`` standing for the expert.  ``shape`` is ``[out, in]``
+    for a linear layer.  ``fused`` names vLLM's fused module: its members are quantized all together or not at all.
+    ``heads`` is the number of key-value heads where fewer heads than ranks means replication.
     """
 
     name: str

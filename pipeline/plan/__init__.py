@@ -1,4 +1,5 @@
-"""Memory and capacity from config alone: what fits, how many sequences at which length, and what will not load and why."""
+"""Memory and capacity from config alone: what fits, how many sequences at which length, and what will not load and
+why."""
 
 from __future__ import annotations
 

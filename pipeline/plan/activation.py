@@ -19,7 +19,8 @@ MLA_WORKSPACE_TOKENS = 64 * 1024  # vllm/model_executor/layers/attention/mla_att
 
 @dataclass(frozen=True)
 class Activation:
-    """``peak_bytes`` = persistent + largest transient site.  ``measured`` says whether the model was fitted on this platform."""
+    """``peak_bytes`` = persistent + largest transient site.  ``measured`` says whether the model was fitted on this
+    platform."""
 
     peak_bytes: int
     largest_site: str
@@ -29,7 +30,8 @@ class Activation:
 
 
 def gpu_sites(facts: ModelFacts, layout: Layout, step: Step) -> tuple[list[Site], list[Site]]:
-    """Sites of the fused GPU path of vLLM 0.32, read from its source.  Not fitted: no run on these machines was available.
+    """Sites of the fused GPU path of vLLM 0.32, read from its source.  Not fitted: no run on these machines was
+    available.
 
     Persistent: the residual stream, the sealed blocks of attention residuals and MLA's chunked-prefill workspace.
     """
@@ -41,7 +43,8 @@ def gpu_sites(facts: ModelFacts, layout: Layout, step: Step) -> tuple[list[Site]
     transient = []
     if facts.uses_mla:
         heads = text["num_attention_heads"] // ways
-        nope, rope, value, latent = (text[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+        nope, rope, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
+        latent = text["kv_lora_rank"]
         context = min(max(8 * step.context, 4 * step.sequences * 128), MLA_WORKSPACE_TOKENS)
         persistent.append(Site("MLA chunked-prefill workspace", context * (latent + rope) * BF16))
         per_token = heads * (2 * (nope + rope) + 2 * value) + (text.get("q_lora_rank") or 0)
@@ -59,8 +62,8 @@ def gpu_sites(facts: ModelFacts, layout: Layout, step: Step) -> tuple[list[Site]
         transient.append(Site("attention (q, k, v, out)", 4 * tokens * heads * facts.head_dim * BF16))
     if facts.num_experts:
         width, inner, top_k = expert_shape(facts, layout)
-        # Without expert parallelism every rank sees the tokens of all data-parallel replicas.  Fused MoE keeps the gate-up
-        # output, its activation and the down output of every (token, expert) pair.
+        # Without expert parallelism every rank sees the tokens of all data-parallel replicas.  Fused MoE keeps the
+        # gate-up output, its activation and the down output of every (token, expert) pair.
         gathered = tokens * (layout.data if not layout.expert else 1)
         transient.append(Site("routed experts", gathered * top_k * (3 * width + inner) * BF16))
     dense = widest(facts, Role.DENSE_MLP, Role.SHARED_EXPERT)

@@ -1,7 +1,8 @@
 """Allocation sites of a step on CPU: vLLM's eager path, and the vllm_k3_cpu plugin for K3.
 
-Multiplicities are counted in the code that allocates; two coefficients that cannot be counted with confidence are fitted on
-two measured points (:data:`FIT`).  ``tests/plan/test_activation.py`` holds the model to points that it was not fitted on.
+Multiplicities are counted in the code that allocates; two coefficients that cannot be counted with confidence are
+fitted on two measured points (:data:`FIT`).  ``tests/plan/test_measured.py`` holds the model to points that it was
+not fitted on.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pipeline.plan.layout import Layout
 from pipeline.plan.sites import BF16, FP32, Site, Step, expert_shape, widest
 
 CHUNK = 16  # plugins/vllm_k3_cpu/vllm_k3_cpu/delta_rule.py
-# A gated MLP of width w keeps, a token: gate and up (bf16), their float32 copy and three float32 halves (SiTU in the plugin);
-# or gate and up, silu(gate) and the product, all bf16 (vLLM's SiluAndMul).
+# A gated MLP of width w keeps, a token: gate and up (bf16), their float32 copy and three float32 halves (SiTU in the
+# plugin); or gate and up, silu(gate) and the product, all bf16 (vLLM's SiluAndMul).
 GATED_MLP_BYTES = {"situ": 2 * BF16 + 2 * FP32 + 3 * FP32, "silu": 2 * BF16 + 2 * BF16}
 
 
@@ -54,15 +55,16 @@ def cpu_sites(facts: ModelFacts, layout: Layout, step: Step, fit: Coefficients =
 
 
 def _experts(facts: ModelFacts, layout: Layout, step: Step, gated: int) -> int:
-    """Grouped: every (token, expert) pair at once.  One by one: at worst an expert takes every token, beside all gathered rows."""
+    """Grouped: every (token, expert) pair at once.  One by one: at worst an expert takes every token, beside all
+    gathered rows."""
     width, inner, top_k = expert_shape(facts, layout)
     pairs = step.tokens * top_k
     return pairs * inner * BF16 + (pairs if step.grouped else step.tokens) * width * gated
 
 
 def _kda(facts: ModelFacts, layout: Layout, step: Step, fit: Coefficients) -> int:
-    """The batch's fused q, k, v, gate (bf16), decay (bf16) and output (float32); for the longest request the states of all
-    chunks, twice (a list and its stack), and ``kda_copies`` float32 tensors of its tokens."""
+    """The batch's fused q, k, v, gate (bf16), decay (bf16) and output (float32); for the longest request the states
+    of all chunks, twice (a list and its stack), and ``kda_copies`` float32 tensors of its tokens."""
     linear = facts.text["linear_attn_config"]
     heads, dim = linear["num_heads"] // layout.tensor, linear["head_dim"]
     width = heads * dim
@@ -72,7 +74,8 @@ def _kda(facts: ModelFacts, layout: Layout, step: Step, fit: Coefficients) -> in
 
 
 def _mla(facts: ModelFacts, layout: Layout, step: Step) -> int:
-    """Queries of the batch; keys and values of every token that the longest request may see, expanded to all local heads."""
+    """Queries of the batch; keys and values of every token that the longest request may see, expanded to all local
+    heads."""
     text = facts.text
     heads = text["num_attention_heads"] // layout.tensor
     width = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]

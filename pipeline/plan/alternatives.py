@@ -47,9 +47,9 @@ def plan(
     """Plan ``quant``-``kv`` of a model on a machine.
 
     ``recipe`` is the quantization recipe behind ``quant`` where it is not the one this module knows under that key.
-    ``model_config`` is a parsed ``config.json``, a path or name of one, or a loaded :class:`Model`.  Refusals are part of the
-    result; only what cannot be read raises (:class:`~pipeline.errors.Unreadable`), and a key that does not exist
-    (:class:`~pipeline.errors.Refused`).
+    ``model_config`` is a parsed ``config.json``, a path or name of one, or a loaded :class:`Model`.  Refusals are
+    part of the result; only what cannot be read raises (:class:`~pipeline.errors.Unreadable`), and a key that does
+    not exist (:class:`~pipeline.errors.Refused`).
     """
     if isinstance(model_config, dict):
         model = Model(name, model_config, model_facts(model_config))
@@ -84,7 +84,8 @@ def _nearest(request: Request, result: PlanResult) -> list[str]:
 def _one_change(request: Request, result: PlanResult) -> Iterator[str]:
     model, machine, quant, kv, asked = request.model, request.hardware, request.scheme, request.kv, request.overrides
     longest = result.longest_sequence_tokens
-    if 0 < longest < request.cache.max_model_len and _works(model, machine, quant, kv, changed(asked, max_model_len=longest)):
+    shorter = changed(asked, max_model_len=longest)
+    if 0 < longest < request.cache.max_model_len and _works(model, machine, quant, kv, shorter):
         yield f"max_model_len {longest}"
     elif asked.max_model_len and 0 < model.facts.max_model_len < asked.max_model_len:
         if _works(model, machine, quant, kv, changed(asked, max_model_len=model.facts.max_model_len)):

@@ -97,7 +97,8 @@ def state_parts(facts: ModelFacts, layout: Layout, settings: CacheSettings) -> d
         elements, conv_width, kernel = heads * width * width, 3 * heads * width, linear["short_conv_kernel_size"]
         default = "float32"
     else:
-        heads, keys, values = (text["linear_num_value_heads"], text["linear_key_head_dim"], text["linear_value_head_dim"])
+        heads = text["linear_num_value_heads"]
+        keys, values = text["linear_key_head_dim"], text["linear_value_head_dim"]
         elements = heads * keys * values
         conv_width = 2 * text["linear_num_key_heads"] * keys + heads * values
         kernel = text["linear_conv_kernel_dim"]
@@ -113,8 +114,8 @@ def state_parts(facts: ModelFacts, layout: Layout, settings: CacheSettings) -> d
 def _groups(attention: int, recurrent: int) -> list[tuple[bool, int]]:
     """(is recurrent, layers) of each cache group.
 
-    The smaller kind sets the group size, unless the larger is within half as many again: then that one does.  Layer ``i`` of
-    a kind goes to group ``i mod n``.
+    The smaller kind sets the group size, unless the larger is within half as many again: then that one does.  Layer
+    ``i`` of a kind goes to group ``i mod n``.
     """
     if not recurrent or not attention:
         return [(bool(recurrent), attention or recurrent)]
@@ -197,7 +198,8 @@ class CachePlan:
         return max(0, self.num_blocks(budget) - 1) // max(1, self.blocks(length))
 
     def capacity_tokens(self, num_blocks: int, max_model_len: int) -> int:
-        """``kv_cache_size_tokens`` of vLLM: blocks / (blocks a request of max_model_len takes) x max_model_len, truncated."""
+        """``kv_cache_size_tokens`` of vLLM: blocks / (blocks a request of max_model_len takes) x max_model_len,
+        truncated."""
         return int(num_blocks / max(1, self.blocks(max_model_len)) * max_model_len)
 
     def longest(self, budget: int) -> int:
@@ -214,14 +216,16 @@ class CachePlan:
 
 
 def plan_cache(facts: ModelFacts, layout: Layout, settings: CacheSettings) -> list[CachePlan]:
-    """The pool of one rank of each pipeline stage.  Groups are made over the whole model, then cut to the stage's layers."""
+    """The pool of one rank of each pipeline stage.  Groups are made over the whole model, then cut to the stage's
+    layers."""
     a_token = token_bytes(facts, layout, settings)
     state = state_parts(facts, layout, settings)
     page_needed = sum(state.values())
     requested = settings.block_size or DEFAULT_BLOCK.get(settings.platform, DEFAULT_BLOCK_ELSEWHERE)
     block = requested
     if facts.is_hybrid:
-        # On CPU the plugin keeps vLLM's default of 16 for MLA; 128 is the smallest a hybrid MLA model ends up with anyway.
+        # On CPU the plugin keeps vLLM's default of 16 for MLA; 128 is the smallest a hybrid MLA model ends up with
+        # anyway.
         multiple = max(requested, MLA_BLOCK_MULTIPLE) if facts.uses_mla else max(requested, 16)
         block = max(requested, multiple * -(-page_needed // (multiple * a_token)))
     page = block * a_token if facts.kv_layers else page_needed
@@ -260,4 +264,5 @@ def _members(facts: ModelFacts, groups: list[tuple[bool, int]], number: int) -> 
 
 def kv_gain(bf16: CachePlan, small: CachePlan, length: int) -> float:
     """How many times more sequences of ``length`` tokens the smaller cache holds, by nominal bytes on one rank."""
-    return (bf16.state_bytes + length * bf16.kv_bytes_per_token) / (small.state_bytes + length * small.kv_bytes_per_token)
+    large, less = (plan.state_bytes + length * plan.kv_bytes_per_token for plan in (bf16, small))
+    return large / less

@@ -66,15 +66,18 @@ def _checkpoint(request: Request) -> list[Refusal]:
         refusals.append(
             Refusal(
                 "kv_cache_scheme",
-                f"kv_cache_scheme is {declared.get('num_bits')}-bit {declared.get('type')}: the engine reads 8-bit float only. "
-                f"It would apply to the {len(facts.kv_layers)} layers that have a KV cache: {layers}",
+                f"kv_cache_scheme is {declared.get('num_bits')}-bit {declared.get('type')}: the engine reads 8-bit "
+                f"float only. It would apply to the {len(facts.kv_layers)} layers that have a KV cache: {layers}",
             )
         )
     for where, quantization in declared_quantizations(request.model.config):
         missing = ignore_patterns_without_match(quantization.get("ignore") or (), facts)
         if missing:
             refusals.append(
-                Refusal("ignore_pattern", f"{where}.ignore: {', '.join(missing)} matches no tensor; names in a checkpoint are unfused")
+                Refusal(
+                    "ignore_pattern",
+                    f"{where}.ignore: {', '.join(missing)} matches no tensor; names in a checkpoint are unfused",
+                )
             )
     return refusals
 
@@ -86,8 +89,8 @@ def _memory(request: Request, laid: Memory, fits: str) -> list[Refusal]:
         return [
             Refusal(
                 "weights",
-                f"{request.quant} weights take {_gb(weights)} a rank, {_gb(laid.checkpoint.total)} in all; {where} offers "
-                f"{_gb(laid.budget)} of {_gb(request.hardware.memory.usable_bytes)} a device",
+                f"{request.quant} weights take {_gb(weights)} a rank, {_gb(laid.checkpoint.total)} in all; {where} "
+                f"offers {_gb(laid.budget)} of {_gb(request.hardware.memory.usable_bytes)} a device",
             )
         ]
     if fits != "no":
@@ -108,9 +111,9 @@ def _memory(request: Request, laid: Memory, fits: str) -> list[Refusal]:
     return [
         Refusal(
             "max_model_len",
-            f"one sequence of max_model_len {length} needs {_gb(need)} of cache ({cache.blocks(length)} blocks and the null "
-            f"block); the pool has {_gb(pool)} after {_gb(weights)} of weights and {_gb(peak.peak_bytes)} of activations. "
-            f"Longest that fits: {longest} tokens",
+            f"one sequence of max_model_len {length} needs {_gb(need)} of cache ({cache.blocks(length)} blocks and the "
+            f"null block); the pool has {_gb(pool)} after {_gb(weights)} of weights and {_gb(peak.peak_bytes)} of "
+            f"activations. Longest that fits: {longest} tokens",
         )
     ]
 
@@ -120,23 +123,25 @@ def _settings(request: Request, laid: Memory) -> list[Refusal]:
     if facts.max_model_len and request.cache.max_model_len > facts.max_model_len:
         refusals.append(
             Refusal(
-                "context", f"max_model_len {request.cache.max_model_len} is above the model's {facts.max_model_len} positions"
+                "context",
+                f"max_model_len {request.cache.max_model_len} is above the model's {facts.max_model_len} positions",
             )
         )
     if cache.state_layers and laid.num_blocks and request.max_num_seqs > laid.num_blocks:
         refusals.append(
             Refusal(
                 "max_num_seqs",
-                f"max_num_seqs {request.max_num_seqs} exceeds the {laid.num_blocks} blocks that can hold a state; the engine "
-                f"stops at start-up. State for {max(0, laid.num_blocks - 1) // max(1, cache.state_blocks)} sequences fits",
+                f"max_num_seqs {request.max_num_seqs} exceeds the {laid.num_blocks} blocks that can hold a state; the "
+                "engine stops at start-up. State for "
+                f"{max(0, laid.num_blocks - 1) // max(1, cache.state_blocks)} sequences fits",
             )
         )
     if request.max_num_batched_tokens < request.max_num_seqs:
         refusals.append(
             Refusal(
                 "max_num_batched_tokens",
-                f"max_num_batched_tokens {request.max_num_batched_tokens} is below max_num_seqs {request.max_num_seqs}: a "
-                "decode step could not hold one token of each",
+                f"max_num_batched_tokens {request.max_num_batched_tokens} is below max_num_seqs "
+                f"{request.max_num_seqs}: a decode step could not hold one token of each",
             )
         )
     return refusals
@@ -147,7 +152,8 @@ def warnings_of(request: Request, laid: Memory, verdict: Verdict) -> list[str]:
     facts, cache = request.model.facts, laid.caches[laid.fullest]
     settings, warnings = request.cache, []
     if verdict.verdict == "untested":
-        warnings.append(f"untested: {request.quant}-{request.kv} on {request.hardware.name}: {verdict.reason} ({verdict.source})")
+        variant = f"{request.quant}-{request.kv} on {request.hardware.name}"
+        warnings.append(f"untested: {variant}: {verdict.reason} ({verdict.source})")
     if verdict.verdict == "emulated":
         warnings.append(f"emulated: {verdict.reason}; speed means nothing, accuracy and memory hold")
     if settings.prefix_caching and cache.block > settings.max_model_len:
@@ -167,10 +173,12 @@ def warnings_of(request: Request, laid: Memory, verdict: Verdict) -> list[str]:
             f"({cache.state_blocks} blocks each)"
         )
     if request.kv.startswith("fp8") and facts.uses_mla:
-        warnings.append("fp8 KV runs at scale 1.0: the engine caches the latent and reads no calibrated k/v scale for MLA")
+        warnings.append(
+            "fp8 KV runs at scale 1.0: the engine caches the latent and reads no calibrated k/v scale for MLA"
+        )
     if request.kv.startswith("fp8") and cache.tie_tokens and cache.tie_tokens > settings.max_model_len:
         warnings.append(
-            f"fp8 KV gains little here: below {cache.tie_tokens:.0f} tokens a sequence's state outweighs its cache, and "
-            f"max_model_len is {settings.max_model_len}"
+            f"fp8 KV gains little here: below {cache.tie_tokens:.0f} tokens a sequence's state outweighs its cache, "
+            f"and max_model_len is {settings.max_model_len}"
         )
     return warnings

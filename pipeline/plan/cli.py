@@ -23,13 +23,14 @@ TABLE_QUANTS = ["native", "fp8", "fp8_channel", "fp8_dense", "int8", "w4a16", "w
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="kimi-k3", help="a directory with config.json, or a name under conf/model or models")
-    parser.add_argument("--hardware", default="b300x8", help=f"a name under conf/hardware: {', '.join(machines.available())}")
-    parser.add_argument("--quant", default="native", help=", ".join(SCHEMES))
-    parser.add_argument("--kv", default="auto", help="auto, fp8, fp8_e5m2; a state dtype of its own as fp8_state16")
-    parser.add_argument("--all-hardware", action="store_true", help="the decision table: every machine, every scheme, Markdown")
-    parser.add_argument("--headers", action="store_true", help="also read the shards' headers and compare them with the config")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add = parser.add_argument
+    add("--model", default="kimi-k3", help="a directory with config.json, or a name under conf/model or models")
+    add("--hardware", default="b300x8", help=f"a name under conf/hardware: {', '.join(machines.available())}")
+    add("--quant", default="native", help=", ".join(SCHEMES))
+    add("--kv", default="auto", help="auto, fp8, fp8_e5m2; a state dtype of its own as fp8_state16")
+    add("--all-hardware", action="store_true", help="the decision table: every machine, every scheme, Markdown")
+    add("--headers", action="store_true", help="also read the shards' headers and compare them with the config")
+    add("--json", action="store_true", help="print the result as JSON")
     whole = [
         "max-model-len",
         "max-num-seqs",
@@ -70,7 +71,10 @@ def _with_headers(result: PlanResult, model: Model) -> PlanResult:
     from pipeline.plan.headers import read_stored  # the checkpoint reader is not needed otherwise
 
     stored = read_stored(model)
-    note = f"headers: {stored.tensors:,} tensors in {stored.shards} shards, {stored.bytes:,} B; config implies {stored.expected_bytes:,} B"
+    note = (
+        f"headers: {stored.tensors:,} tensors in {stored.shards} shards, {stored.bytes:,} B; "
+        f"config implies {stored.expected_bytes:,} B"
+    )
     return replace(result, refusals=[*result.refusals, *stored.refusals], warnings=[*result.warnings, note])
 
 

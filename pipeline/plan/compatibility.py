@@ -67,7 +67,8 @@ def _table() -> dict[str, Any]:
     for row in table["rows"]:
         unknown = set(row) - {*FIELDS, "verdict", "reason", "source"}
         if unknown or row.get("verdict") not in VERDICTS or not row.get("reason") or not row.get("source"):
-            raise Unreadable(f"{TABLE.name}: row {row}: unknown keys {sorted(unknown)}, or no verdict, reason or source")
+            problem = f"unknown keys {sorted(unknown)}, or no verdict, reason or source"
+            raise Unreadable(f"{TABLE.name}: row {row}: {problem}")
     for row in table["engine_minimum"]:
         if not {"version", "reason", "source"} <= set(row):
             raise Unreadable(f"{TABLE.name}: engine_minimum row {row} lacks version, reason or source")

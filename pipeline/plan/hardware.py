@@ -1,4 +1,5 @@
-"""Hardware files: ``conf/hardware/*.yaml``, read strictly.  An unknown key is an error, and so is an unexplained flag."""
+"""Hardware files: ``conf/hardware/*.yaml``, read strictly.  An unknown key is an error, and so is an unexplained
+flag."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SERVER_ENVS = ("serve-cpu", "serve-cuda")
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag or environment variable that differs from the engine's default: the value, why, and on what it was seen."""
+    """One flag or environment variable that differs from the engine's default: the value, why, and on what it was
+    seen."""
 
     value: Any
     why: str

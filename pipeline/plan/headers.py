@@ -35,14 +35,16 @@ class Stored:
                 Refusal(
                     "headers",
                     f"the shards hold {self.bytes:,} B in {self.tensors:,} tensors, config.json implies "
-                    f"{self.expected_bytes:,} B ({self.bytes / self.expected_bytes:.3f} times): one of them is of another model",
+                    f"{self.expected_bytes:,} B ({self.bytes / self.expected_bytes:.3f} times): one of them is of "
+                    "another model",
                 )
             )
         return found
 
 
 def read_stored(model: Model) -> Stored:
-    """Read every header of the model's directory.  Raises :class:`~pipeline.errors.Unreadable` where there are no shards.
+    """Read every header of the model's directory.  Raises :class:`~pipeline.errors.Unreadable` where there are no
+    shards.
 
     A million tensors take some ten seconds; no weight is read.
     """

@@ -27,7 +27,8 @@ class Layout:
                 raise Refused(f"{name} parallel size must be at least 1, not {getattr(self, name)}")
         if self.tensor % self.decode_context:
             raise Refused(
-                f"decode context parallel size {self.decode_context} does not divide the tensor parallel size {self.tensor}"
+                f"decode context parallel size {self.decode_context} does not divide the tensor parallel size "
+                f"{self.tensor}"
             )
 
     @property
@@ -60,7 +61,8 @@ def degree(tensor: Tensor, layout: Layout) -> int:
 
 
 def copies(tensor: Tensor, layout: Layout) -> int:
-    """How many of ``tensor.count`` one rank holds: all of them, or its share of the experts under expert parallelism."""
+    """How many of ``tensor.count`` one rank holds: all of them, or its share of the experts under expert
+    parallelism."""
     if tensor.is_expert and layout.expert:
         return -(-tensor.count // layout.expert_ranks)
     return tensor.count
@@ -79,7 +81,8 @@ def expert_width(facts: ModelFacts, width: int, layout: Layout, platform: str) -
 
 
 def local_shape(tensor: Tensor, layout: Layout, facts: ModelFacts, platform: str) -> tuple[int, ...]:
-    """Shape of one rank's slice, rounded up where it does not divide (the divisibility check refuses that elsewhere)."""
+    """Shape of one rank's slice, rounded up where it does not divide (the divisibility check refuses that
+    elsewhere)."""
     slices, shape = degree(tensor, layout), tensor.shape
     if tensor.shard is Shard.VOCAB:
         rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING
@@ -94,7 +97,8 @@ def local_shape(tensor: Tensor, layout: Layout, facts: ModelFacts, platform: str
 
 
 def stages(num_layers: int, pipeline: int) -> list[range]:
-    """Layers of each pipeline stage (vllm/distributed/utils.py, get_pp_indices): the remainder goes to late stages, not the last."""
+    """Layers of each pipeline stage (vllm/distributed/utils.py, get_pp_indices): the remainder goes to late stages,
+    not the last."""
     if pipeline > num_layers:
         raise Refused(f"pipeline parallel size {pipeline} is above the number of layers, {num_layers}")
     sizes = [num_layers // pipeline] * pipeline

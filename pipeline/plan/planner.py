@@ -46,8 +46,8 @@ class Memory:
 
 
 def _steps(request: Request) -> tuple[Step, Step]:
-    """The step that the memory report measures (the batch spread over all sequences), and the worst one (a whole chunk of one
-    sequence at the end of the context)."""
+    """The step that the memory report measures (the batch spread over all sequences), and the worst one (a whole
+    chunk of one sequence at the end of the context)."""
     grouped = lookup(request.combination).verdict == "emulated"
     tokens, context = request.max_num_batched_tokens, request.cache.max_model_len
     gpu = request.hardware.platform != "cpu"
@@ -58,8 +58,9 @@ def _steps(request: Request) -> tuple[Step, Step]:
 def memory(request: Request, weight_factor: float = 1.0, activation_factor: float = 1.0) -> Memory:
     """Lay a request out in memory.
 
-    GPU: budget = utilization x device; pool = budget - weights - activation peak - whatever workspace does not fit in the
-    part left unreserved (vllm/v1/worker/gpu_worker.py, determine_available_memory).  CPU: the pool is the given budget.
+    GPU: budget = utilization x device; pool = budget - weights - activation peak - whatever workspace does not fit
+    in the part left unreserved (vllm/v1/worker/gpu_worker.py, determine_available_memory).  CPU: the pool is the
+    given budget.
     """
     facts, hardware = request.model.facts, request.hardware
     rule = storage_rule(request.model.config, facts, request.scheme)
@@ -97,7 +98,8 @@ def _verdict(request: Request, laid: Memory) -> str:
 
 
 def kv_label(request: Request) -> str:
-    """How the KV cache is scaled: K3 and other MLA models always run at scale 1.0, calibrated scales would never be read."""
+    """How the KV cache is scaled: K3 and other MLA models always run at scale 1.0, calibrated scales would never be
+    read."""
     cache, _ = kv_key(request.kv)
     if cache in ("auto", "bfloat16", "float16"):
         return "unquantized"
@@ -119,8 +121,9 @@ def requantization(request: Request) -> str:
             return "dequantize to bf16 (compressed-tensors converter), then llm-compressor oneshot, calibrated"
         return "table look-up from MXFP4 codes and exponents"
     raise Refused(
-        f"the source is already {source.weights} ({source.where}.format = {source.name!r}): {request.quant} on top of it would "
-        "round twice, and llm-compressor's oneshot fails on such weights; start from the native checkpoint or serve it as is"
+        f"the source is already {source.weights} ({source.where}.format = {source.name!r}): {request.quant} on top of "
+        "it would round twice, and llm-compressor's oneshot fails on such weights; start from the native checkpoint or "
+        "serve it as is"
     )
 
 
@@ -141,9 +144,7 @@ def evaluate(request: Request) -> PlanResult:
         path = requantization(request)
     except Refused as error:
         path, refusals = "refused", [*refusals, Refusal("source_format", str(error))]
-    twin = {
-        kv: plan_cache(facts, layout, changed(request.cache, kv=kv))[stage] for kv in ("auto", "fp8") if facts.kv_layers
-    }
+    auto, fp8 = (plan_cache(facts, layout, changed(request.cache, kv=kv))[stage] for kv in ("auto", "fp8"))
     lengths = [length for length in LENGTHS if length <= max(facts.max_model_len, request.cache.max_model_len)]
     return PlanResult(
         model=request.model.name,
@@ -195,14 +196,12 @@ def evaluate(request: Request) -> PlanResult:
         sequences_with_state=max(0, blocks - 1) // cache.state_blocks if cache.state_blocks else 0,
         replicas=layout.data,
         max_concurrency={str(length): layout.data * cache.concurrency(pool, length) for length in lengths},
-        tie_tokens=twin["auto"].tie_tokens if twin else None,
-        tie_tokens_fp8=twin["fp8"].tie_tokens if twin else None,
-        fp8_kv_gain={str(length): round(kv_gain(twin["auto"], twin["fp8"], length), 3) for length in lengths} if twin else {},
+        tie_tokens=auto.tie_tokens,
+        tie_tokens_fp8=fp8.tie_tokens,
+        fp8_kv_gain={str(length): round(kv_gain(auto, fp8, length), 3) for length in lengths},
         fp8_kv_gain_pool={
-            str(length): round(twin["auto"].pool_bytes(length) / twin["fp8"].pool_bytes(length), 3) for length in lengths
-        }
-        if twin
-        else {},
+            str(length): round(auto.pool_bytes(length) / fp8.pool_bytes(length), 3) for length in lengths
+        },
         refusals=refusals,
         warnings=warnings_of(request, laid, found),
     )

@@ -54,7 +54,8 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.measured is None:
-            return f"rank {self.rank} {self.key}: predicted {self.predicted:,.0f}, not measured ({self.reason or 'no reason given'})"
+            why = self.reason or "no reason given"
+            return f"rank {self.rank} {self.key}: predicted {self.predicted:,.0f}, not measured ({why})"
         ratio = f"{self.ratio:.3f}" if self.ratio is not None else "-"
         return (
             f"rank {self.rank} {self.key}: predicted {self.predicted:,.0f}, measured {self.measured:,.0f} "
@@ -73,8 +74,8 @@ def predicted(
 ) -> list[dict[str, Any]]:
     """What the memory report of a server for this variant should say: one dict a rank, the report's own keys.
 
-    Tensor-parallel ranks are alike; pipeline stages follow one another.  ``rss_bytes`` and ``kernels`` are None: they are
-    measured only.
+    Tensor-parallel ranks are alike; pipeline stages follow one another.  ``rss_bytes`` and ``kernels`` are None:
+    they are measured only.
     """
     if isinstance(model_config, Model):
         model = model_config
@@ -120,15 +121,16 @@ def predicted(
 def compare(predictions: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[Comparison]:
     """Every figure that both sides tell, rank by rank.
 
-    A figure the server could not read is None, and the report's ``unavailable`` says why; a state figure is skipped for a
-    model without state.
+    A figure the server could not read is None, and the report's ``unavailable`` says why; a state figure is skipped
+    for a model without state.
     """
     by_rank = {report["rank"]: report for report in predictions}
     rows = []
     for report in sorted(measured, key=lambda each: each["rank"]):
         expected = by_rank.get(report["rank"])
         if expected is None:
-            rows.append(Comparison(report["rank"], "rank", len(predictions), len(measured), 0.0, "a rank nobody planned"))
+            counts = len(predictions), len(measured)
+            rows.append(Comparison(report["rank"], "rank", *counts, 0.0, "a rank nobody planned"))
             continue
         for key, tolerance in COMPARED.items():
             told = report.get(key)

@@ -18,7 +18,17 @@ def size(count: float) -> str:
 
 
 def length(tokens: int) -> str:
-    return f"{tokens // 1024 // 1024}M" if tokens >= 1 << 20 else f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+    if tokens >= 1 << 20:
+        return f"{tokens >> 20}M"
+    return f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)
+
+
+def _largest_first(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _by_length(values: dict[str, float], form: str) -> str:
+    return ", ".join(f"{length(int(tokens))}: {value:{form}}" for tokens, value in values.items())
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -33,12 +43,18 @@ def plan_text(result: PlanResult) -> str:
     rows = [
         ("model", f"{r.model}, {r.parameters / 1e9:,.3f} G parameters"),
         ("machine", f"{r.hardware}, {r.layout}, {r.ranks} rank{'s' if r.ranks > 1 else ''}, {r.engine}"),
-        ("variant", f"{r.quant}-{r.kv}  (verdict: {r.verdict}; KV {r.kv_label}; source -> variant: {r.requantization})"),
+        (
+            "variant",
+            f"{r.quant}-{r.kv}  (verdict: {r.verdict}; KV {r.kv_label}; source -> variant: {r.requantization})",
+        ),
         ("fits", r.fits),
         ("checkpoint", f"{r.weight_bytes / 1e12:.3f} TB" if r.weight_bytes > 1e11 else size(r.weight_bytes)),
-        ("weights a rank", f"{size(r.weight_bytes_per_rank)} of {size(r.budget_bytes)} budget ({size(r.device_bytes)} device)"),
-        ("  by role", ", ".join(f"{k} {size(v)}" for k, v in sorted(r.weight_bytes_by_role.items(), key=lambda x: -x[1]))),
-        ("  by dtype", ", ".join(f"{k} {size(v)}" for k, v in sorted(r.weight_bytes_by_dtype.items(), key=lambda x: -x[1]))),
+        (
+            "weights a rank",
+            f"{size(r.weight_bytes_per_rank)} of {size(r.budget_bytes)} budget ({size(r.device_bytes)} device)",
+        ),
+        ("  by role", _largest_first(r.weight_bytes_by_role)),
+        ("  by dtype", _largest_first(r.weight_bytes_by_dtype)),
         (
             "activation peak",
             f"{size(r.activation_peak_bytes)} at {r.max_num_batched_tokens} tokens of {r.max_num_seqs} sequences "
@@ -46,7 +62,10 @@ def plan_text(result: PlanResult) -> str:
             f"({r.activation_worst_site}); {'fitted' if r.activation_measured else 'an estimate, not fitted'}",
         ),
         ("KV a token", f"{r.kv_bytes_per_token:,} B over {r.kv_layers} layers"),
-        ("effective block", f"{r.effective_block_size} tokens (asked {r.requested_block_size}), page {r.kv_page_bytes:,} B"),
+        (
+            "effective block",
+            f"{r.effective_block_size} tokens (asked {r.requested_block_size}), page {r.kv_page_bytes:,} B",
+        ),
     ]
     if r.state_layers:
         rows += [
@@ -60,11 +79,15 @@ def plan_text(result: PlanResult) -> str:
             ("state = cache at", f"{r.tie_tokens:,.0f} tokens (bf16 KV), {r.tie_tokens_fp8:,.0f} (fp8 KV), a rank"),
         ]
     rows += [
-        ("pool", f"{size(r.kv_pool_bytes)} = {r.num_blocks:,} blocks of {size(r.bytes_per_block)}, {r.kv_capacity_tokens:,} tokens"),
+        (
+            "pool",
+            f"{size(r.kv_pool_bytes)} = {r.num_blocks:,} blocks of {size(r.bytes_per_block)}, "
+            f"{r.kv_capacity_tokens:,} tokens",
+        ),
         ("longest sequence", f"{r.longest_sequence_tokens:,} tokens (max_model_len {r.max_model_len:,})"),
-        ("concurrency", ", ".join(f"{length(int(k))}: {v}" for k, v in r.max_concurrency.items())),
-        ("fp8 KV gains", ", ".join(f"{length(int(k))}: {v:.2f}x" for k, v in r.fp8_kv_gain.items()) + "  (nominal bytes)"),
-        ("  in the pool", ", ".join(f"{length(int(k))}: {v:.2f}x" for k, v in r.fp8_kv_gain_pool.items()) + "  (whole blocks)"),
+        ("concurrency", _by_length(r.max_concurrency, "d")),
+        ("fp8 KV gains, x", _by_length(r.fp8_kv_gain, ".2f") + "  (nominal bytes)"),
+        ("  in the pool, x", _by_length(r.fp8_kv_gain_pool, ".2f") + "  (whole blocks)"),
     ]
     text = table(rows)
     for refusal in r.refusals:

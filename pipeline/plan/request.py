@@ -97,7 +97,8 @@ class Request:
         )
 
     def _stored_as(self) -> str:
-        """The scheme's key; for ``native`` the key of what the checkpoint holds, where it is not what the model ships as."""
+        """The scheme's key; for ``native`` the key of what the checkpoint holds, where it is not what the model
+        ships as."""
         if self.scheme.format != "native":
             return known_as(self.scheme)
         if not self.model.facts.is_k3:

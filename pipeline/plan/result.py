@@ -86,5 +86,6 @@ class PlanResult:
         return bool(self.refusals)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able.  A refusal is a valid answer: ``status`` says that the computation holds, ``refusals`` what it found."""
+        """JSON-able.  A refusal is a valid answer: ``status`` says that the computation holds, ``refusals`` what it
+        found."""
         return {"status": "valid", "reason": None, **asdict(self)}

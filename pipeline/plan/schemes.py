@@ -1,7 +1,8 @@
 """Quantization schemes as data, and what one matrix of each weight format weighs in the file and in the engine.
 
 Bytes of a format follow the parameters that vLLM 0.32 registers
-(vllm/model_executor/layers/quantization/{mxfp4.py,compressed_tensors/schemes/*.py}), which are also the tensors in the file.
+(vllm/model_executor/layers/quantization/{mxfp4.py,compressed_tensors/schemes/*.py}), which are also the tensors in
+the file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ DENSE_ROLES = frozenset({Role.SHARED_EXPERT, Role.DENSE_MLP})
 
 @dataclass(frozen=True)
 class Scheme:
-    """One key of ``--quant``.  ``group`` is the number of input weights that share a scale, where the format has one."""
+    """One key of ``--quant``.  ``group`` is the number of input weights that share a scale, where the format has
+    one."""
 
     key: str
     format: str
@@ -153,9 +155,9 @@ def scheme_of_recipe(key: str, recipe: dict[str, Any]) -> Scheme:
 def known_as(chosen: Scheme) -> str:
     """The key under which the compatibility table knows a scheme; its own key where no scheme here is the same."""
     same = (chosen.format, chosen.scope, chosen.group)
-    if chosen.key in SCHEMES and same == (SCHEMES[chosen.key].format, SCHEMES[chosen.key].scope, SCHEMES[chosen.key].group):
-        return chosen.key
     equal = [key for key, other in SCHEMES.items() if (other.format, other.scope, other.group) == same]
+    if chosen.key in equal:
+        return chosen.key
     return equal[0] if equal else f"{chosen.key}:{chosen.format}:{chosen.scope}:{chosen.group}"
 
 
@@ -173,7 +175,8 @@ def has_block_scales(config: dict[str, Any]) -> bool:
     """Whether the declared quantization scales FP8 weights by blocks (else by output channel)."""
     for _, declared in declared_quantizations(config):
         groups = (declared.get("config_groups") or {}).values()
-        if declared.get("weight_block_size") or any((g.get("weights") or {}).get("strategy") == "block" for g in groups):
+        strategies = {(group.get("weights") or {}).get("strategy") for group in groups}
+        if declared.get("weight_block_size") or "block" in strategies:
             return True
     return False
 

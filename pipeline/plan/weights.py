@@ -72,7 +72,8 @@ def rank_weights(facts: ModelFacts, rule: Rule, layout: Layout, platform: str, t
 def rotary_cache(facts: ModelFacts) -> tuple[str, int]:
     """(dtype, bytes) of the cos/sin table that vLLM keeps as a buffer, one for all layers, on every rank.
 
-    vllm/model_executor/layers/rotary_embedding/base.py: [max positions, rotary width] in the model's dtype.  NoPE has none.
+    vllm/model_executor/layers/rotary_embedding/base.py: [max positions, rotary width] in the model's dtype.  NoPE
+    has none.
     """
     text = facts.text
     if text.get("mla_use_nope"):
@@ -94,16 +95,17 @@ class BadCut:
 
     def __str__(self) -> str:
         piece = f"{self.size}/{self.ways} = {self.size / self.ways:g}"
-        return f"{self.tensor}: {piece}, not a multiple of {self.multiple}" if self.multiple > 1 else f"{self.tensor}: {piece}"
+        reason = f", not a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"{self.tensor}: {piece}{reason}"
 
 
 def bad_cuts(facts: ModelFacts, rule: Rule, layout: Layout, wider: Rule | None = None) -> list[BadCut]:
     """Tensors whose slice is not whole, or straddles a scale block or group.
 
-    Each role is tested on its own degree: experts are cut DP x TP ways when expert parallelism is off.  ``wider`` is the rule
-    of a larger scope: tensors that only it would break are listed too, marked ``in_scope=False``.
-    The engine may pad a slice (192 rows to 256), but the scales in the file stay where they are: a 128-row block that belongs
-    to two ranks has no owner.
+    Each role is tested on its own degree: experts are cut DP x TP ways when expert parallelism is off.  ``wider`` is
+    the rule of a larger scope: tensors that only it would break are listed too, marked ``in_scope=False``.
+    The engine may pad a slice (192 rows to 256), but the scales in the file stay where they are: a 128-row block
+    that belongs to two ranks has no owner.
     """
     found: dict[tuple[str, int, int], BadCut] = {}
     for tensor in facts.distinct():
@@ -126,9 +128,9 @@ def fused_conflicts(facts: ModelFacts, rule: Rule) -> list[str]:
     sets: dict[tuple[str, str], dict[str, str]] = {}
     for tensor in facts.distinct():
         if tensor.fused:
-            parent = tensor.name.rsplit(".", 1)[0]
+            parent, name = tensor.name.rsplit(".", 1)
             stored = rule(tensor)
-            sets.setdefault((parent, tensor.fused), {})[tensor.name.rsplit(".", 1)[1]] = stored.name if stored else "bf16"
+            sets.setdefault((parent, tensor.fused), {})[name] = stored.name if stored else "bf16"
     return [
         f"{parent}.{fused}: " + ", ".join(f"{name} {kind}" for name, kind in members.items())
         for (parent, fused), members in sets.items()

@@ -1,4 +1,5 @@
-"""Small model configs and the quantization configs that go with them.  No file of the repository's own models is needed."""
+"""Small model configs and the quantization configs that go with them.  No file of the repository's own models is
+needed."""
 
 from __future__ import annotations
 
@@ -62,7 +63,12 @@ TINY_K3: dict[str, Any] = {
         "eos_token_id": 2,
         "pad_token_id": 0,
     },
-    "vision_config": {"vt_hidden_size": 64, "vt_intermediate_size": 128, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1},
+    "vision_config": {
+        "vt_hidden_size": 64,
+        "vt_intermediate_size": 128,
+        "vt_num_attention_heads": 2,
+        "vt_num_hidden_layers": 1,
+    },
 }
 
 TINY_GQA: dict[str, Any] = {
@@ -86,7 +92,12 @@ TINY_GQA: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-QWEN3 = TINY_GQA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64, "intermediate_size": 512}
+QWEN3 = TINY_GQA | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
 
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -149,7 +160,12 @@ NATIVE_IGNORE = [
     "re:.*vision_tower.*",
     "re:.*mm_projector.*",
 ]
-EXPERTS_IGNORE = [*NATIVE_IGNORE, "re:.*_res_proj", "re:.*routed_expert_(down|up)_proj", "re:.*block_sparse_moe\\.gate$"]
+EXPERTS_IGNORE = [
+    *NATIVE_IGNORE,
+    "re:.*_res_proj",
+    "re:.*routed_expert_(down|up)_proj",
+    "re:.*block_sparse_moe\\.gate$",
+]
 DENSE_IGNORE = [
     "re:.*self_attn\\.(?!o_proj).*",
     "re:.*lm_head.*",

@@ -23,7 +23,9 @@ def pool(facts, kv="auto", layout=Layout(), **settings):
     return plan_cache(facts, layout, CacheSettings(kv=kv, platform="cuda", **settings))[0]
 
 
-@pytest.mark.parametrize(("kv", "size"), [("auto", 27_648), ("fp8", 13_824), ("fp8_e5m2", 13_824), ("fp8_ds_mla", 15_744)])
+@pytest.mark.parametrize(
+    ("kv", "size"), [("auto", 27_648), ("fp8", 13_824), ("fp8_e5m2", 13_824), ("fp8_ds_mla", 15_744)]
+)
 def test_bytes_a_token(facts, kv, size):
     assert pool(facts, kv).kv_bytes_per_token == size
     assert pool(facts, kv, Layout(8)).kv_bytes_per_token == size  # the latent is replicated
@@ -54,7 +56,8 @@ def test_three_sizes_of_a_state_at_tp8(facts):
 
 
 @pytest.mark.parametrize(
-    ("kv", "tensor", "block"), [("auto", 8, 768), ("fp8", 8, 1536), ("auto", 16, 384), ("fp8", 16, 768), ("auto", 4, 1536)]
+    ("kv", "tensor", "block"),
+    [("auto", 8, 768), ("fp8", 8, 1536), ("auto", 16, 384), ("fp8", 16, 768), ("auto", 4, 1536)],
 )
 def test_effective_block(facts, kv, tensor, block):
     assert pool(facts, kv, Layout(tensor)).block == block
@@ -90,7 +93,8 @@ def test_a_million_tokens(facts, length, gibibytes):
 
 
 def test_only_attention_layers_count():
-    """https://github.com/vllm-project/vllm/issues/28228: an estimate that multiplies by all layers is absurd for a hybrid."""
+    """https://github.com/vllm-project/vllm/issues/28228: an estimate that multiplies by all layers is absurd for a
+    hybrid."""
     config = configs.k3()
     config["text_config"] |= {"num_hidden_layers": 4}
     config["text_config"]["linear_attn_config"] |= {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}

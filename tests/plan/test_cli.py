@@ -51,7 +51,8 @@ def test_json_keys(capsys):
 
 
 def test_settings_reach_the_plan(capsys, tiny):
-    arguments = "--max-model-len 4096 --max-num-seqs 4 --max-num-batched-tokens 512 --tensor-parallel 2 --no-prefix-caching"
+    arguments = "--max-model-len 4096 --max-num-seqs 4 --max-num-batched-tokens 512"
+    arguments += " --tensor-parallel 2 --no-prefix-caching"
     _, out, _ = run(capsys, "--model", tiny, "--hardware", "cpu", "--json", *arguments.split())
     result = json.loads(out)
     assert (result["max_model_len"], result["max_num_seqs"], result["max_num_batched_tokens"]) == (4096, 4, 512)
@@ -94,9 +95,9 @@ def test_decision_table(capsys):
 
 
 def test_under_a_second_and_200_megabytes():
-    """The released model, from a cold process.  Processor time: with nothing read but two small files, an idle machine takes no
-    longer, and a busy one does not fail the test."""
-    command = [sys.executable, "-m", "pipeline.plan.cli", "--hardware", "b300x8", "--quant", "fp8", "--kv", "fp8", "--json"]
+    """The released model, from a cold process.  Processor time: with nothing read but two small files, an idle
+    machine takes no longer, and a busy one does not fail the test."""
+    command = [sys.executable, "-m", "pipeline.plan.cli", *"--hardware b300x8 --quant fp8 --kv fp8 --json".split()]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3

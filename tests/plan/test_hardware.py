@@ -85,7 +85,11 @@ def change(data, path, value):
         ("tensor_parallel", 0, "tensor_parallel: expected a positive integer"),
         ("tensor_parallel", True, "tensor_parallel: expected a positive integer"),
         ("tensor_parallel", 4, "TP4 is 4 ranks, but there are 1 x 8 = 8 devices"),
-        ("workspaces.x", {"bytes": "many", "why": "y", "seen_on": "z"}, "workspaces.x.bytes: expected a positive number"),
+        (
+            "workspaces.x",
+            {"bytes": "many", "why": "y", "seen_on": "z"},
+            "workspaces.x.bytes: expected a positive number",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_and_the_key_named(data, path, value, said):

@@ -40,7 +40,8 @@ def works(model, text, quant, kv):
 def test_fp8_blocks_at_tp16(k3):
     refusal = only(plan(k3, "gb200x16", "fp8", "fp8"), "divisibility")
     assert "experts.{e}.w1: 3072/16 = 192, not a multiple of 128" in refusal.message
-    assert "mlp.down_proj: 33792/16 = 2112, not a multiple of 128" in refusal.message  # out of scope, named all the same
+    # Out of this scheme's scope, and named all the same.
+    assert "mlp.down_proj: 33792/16 = 2112, not a multiple of 128" in refusal.message
     assert "'" not in refusal.alternative and works(k3, refusal.alternative, "fp8", "fp8")
 
 
@@ -76,16 +77,14 @@ def test_fp8_or_int8_of_the_whole_model_on_8_b300(k3, quant, gigabytes):
 
 def test_every_scheme_fits_some_machine(k3):
     for quant in ("native", "fp8", "fp8_channel", "fp8_dense", "fp8_all", "int8", "w4a16", "w4a16_g128", "nvfp4"):
-        fitting = [name for name in machines.available() if not plan(k3, name, quant, "auto", alternatives=False).refusals]
-        assert set(fitting) - {"cpu"}, quant
+        results = [plan(k3, name, quant, "auto", alternatives=False) for name in machines.available()]
+        assert any(not result.refusals for result in results if result.hardware != "cpu"), quant
 
 
 def test_max_num_seqs_above_the_state_blocks(k3):
     blocks = plan(k3, "b300x8", "native", "fp8").num_blocks
-    refusal = only(
-        plan(k3, "b300x8", "native", "fp8", overrides=Overrides(max_num_seqs=blocks + 200, max_num_batched_tokens=16384)),
-        "max_num_seqs",
-    )
+    overrides = Overrides(max_num_seqs=blocks + 200, max_num_batched_tokens=16384)
+    refusal = only(plan(k3, "b300x8", "native", "fp8", overrides=overrides), "max_num_seqs")
     assert f"max_num_seqs {blocks + 200} exceeds the" in refusal.message and "max_num_seqs" in refusal.alternative
     assert plan(k3, "b300x8", "native", "fp8", overrides=Overrides(max_num_seqs=blocks - 200)).refusals == []
 
@@ -118,14 +117,16 @@ def test_max_model_len_above_the_models_positions():
 def test_a_prefill_of_half_a_million_tokens_in_one_step(k3):
     # https://github.com/MoonshotAI/Kimi-K3/issues/26: the KV pool fits and the activations do not.
     assert plan(k3, "b300x8", "native", "fp8").refusals == []
-    refusal = only(plan(k3, "b300x8", "native", "fp8", overrides=Overrides(max_num_batched_tokens=524_288)), "activation")
+    overrides = Overrides(max_num_batched_tokens=524_288)
+    refusal = only(plan(k3, "b300x8", "native", "fp8", overrides=overrides), "activation")
     assert "524288 tokens" in refusal.message and "routed experts" in refusal.message
     assert "max_num_batched_tokens 16384" in refusal.alternative
 
 
 def test_a_long_prefill_is_part_of_the_budget(k3):
     small, large = (
-        plan(k3, "b300x8", "native", "fp8", overrides=Overrides(max_num_batched_tokens=tokens)) for tokens in (8192, 65_536)
+        plan(k3, "b300x8", "native", "fp8", overrides=Overrides(max_num_batched_tokens=tokens))
+        for tokens in (8192, 65_536)
     )
     lost = small.kv_pool_bytes - large.kv_pool_bytes
     assert lost == large.activation_worst_bytes - small.activation_worst_bytes > 10e9
