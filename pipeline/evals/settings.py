@@ -133,6 +133,8 @@ class GateSettings(Strict):
     native_floor: Fraction = 0.50
     """A (family, length) cell where native is below this cannot show harm and is not gated."""
     min_gateable_families: Positive = 4
+    required_families: tuple[Family, ...] = ("ordered_recall",)
+    """Families without which nothing passes: damage that grows with the length of the answer shows only here."""
     bootstrap_resamples: Positive = 10_000
     seed: int = 0
     long_output_tokens: Positive = 32

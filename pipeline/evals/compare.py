@@ -1,0 +1,187 @@
+"""Did quantization do harm?  One variant against native, answer by answer, at a margin and with an honest confidence.
+
+A cell (all items, one length, the long outputs) **passes** when the lower one-sided bound of the accuracy difference is above
+minus its margin, **fails** when the upper one is below it, and is **inconclusive** otherwise.  Bounds are the more cautious of
+Tango's score interval and the clustered bootstrap.  To pass, *every* cell must pass: an intersection-union test, which needs
+no correction.  To fail, *one* cell is enough, so those p-values are Holm-adjusted.  Cells of (family, length) in which native
+itself is below ``native_floor`` cannot show harm; they are left out and listed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.evals.runs import Run, load_run
+from pipeline.evals.settings import GateSettings, parse_gates
+from pipeline.stats import paired, power
+from pipeline.stats.multiplicity import holm
+
+Row = dict[str, Any]
+Pair = tuple[Row, Row]
+
+
+def compare(native_samples: Path | str | Run, variant_samples: Path | str | Run, gates: GateSettings | dict, *,
+            fidelity: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The ``comparison`` block of a variant's metrics.
+
+    ``status`` is ``valid``, ``invalid`` (one of the runs cannot be trusted) or ``not_comparable`` (the two were not run alike);
+    ``verdict`` is ``pass``, ``fail``, ``inconclusive`` or ``not_gateable``, and the status again where that is not valid.
+    ``fidelity`` (of :func:`pipeline.evals.fidelity.compare_logprobs`) can raise alarms, never a verdict.
+    """
+    gates, native, variant = parse_gates(gates), load_run(native_samples), load_run(variant_samples)
+    if (problem := _unlike(native, variant, gates)) is not None:
+        status, reason = problem
+        return {"status": status, "reason": reason, "verdict": status, "fidelity": fidelity, "alarms": []}
+    others = variant.by_hash
+    pairs = [(row, others[row["prompt_hash"]]) for row in native.rows]
+    gateable, excluded = _gateable(pairs, gates)
+    cells = _cells(gateable, gates)
+    families = sorted({before["family"] for before, _ in gateable})
+    verdict, reason = _verdict(cells, families, gates)
+    long_output = cells.pop("long_output", None)
+    return {
+        "status": "valid", "verdict": verdict, "reason": reason, "overall": cells.pop("overall", None),
+        "by_length": {name.removeprefix("length "): cell for name, cell in cells.items()}, "long_output": long_output,
+        "by_family": {family: _counts([pair for pair in pairs if pair[0]["family"] == family])
+                      for family in sorted({before["family"] for before, _ in pairs})},
+        "all_items": _counts(pairs), "gateable_families": families, "excluded_cells": excluded,
+        "fidelity": fidelity, "alarms": _alarms(fidelity, cells, gates),
+    }
+
+
+def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] | None:
+    """Why the two runs cannot be compared, as (status, reason)."""
+    for name, run in (("native", native), ("variant", variant)):
+        if run.header.get("status") != "valid":
+            return "invalid", f"the {name} run is {run.header.get('status')}: {run.header.get('reason')}"
+    if native.header.get("dataset_key") != variant.header.get("dataset_key"):
+        keys = [str(run.header.get("dataset_key"))[:12] for run in (native, variant)]
+        return "not_comparable", f"different data sets: {keys[0]} and {keys[1]}"
+    for key in gates.conditions_must_match:
+        values = [run.header.get("conditions", {}).get(key) for run in (native, variant)]
+        if values[0] != values[1]:
+            return "not_comparable", f"{key}: native ran with {values[0]!r}, the variant with {values[1]!r}"
+    if native.repeated or variant.repeated:
+        return "not_comparable", f"prompts occur twice (native {native.repeated}, variant {variant.repeated})"
+    missing = native.by_hash.keys() ^ variant.by_hash.keys()
+    if missing or not native.rows:
+        return "not_comparable", f"{len(missing)} prompts are in one run only ({len(native.rows)} and {len(variant.rows)} in all)"
+    return None
+
+
+def right(row: Row) -> bool:
+    """Unscored answers count as wrong; too many of them made the run invalid before."""
+    return row["outcome"] == "correct"
+
+
+def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[dict[str, Any]]]:
+    """Pairs of the cells in which native is good enough to lose something, and the cells left out."""
+    cells: dict[tuple[str, int], list[Pair]] = {}
+    for pair in pairs:
+        cells.setdefault((pair[0]["family"], pair[0]["length"]), []).append(pair)
+    kept, excluded = [], []
+    for (family, length), group in sorted(cells.items()):
+        accuracy = sum(right(before) for before, _ in group) / len(group)
+        if accuracy >= gates.native_floor:
+            kept += group
+        else:
+            excluded.append({"family": family, "length": length, "n": len(group), "native": accuracy,
+                             "verdict": "not_gateable"})
+    return kept, excluded
+
+
+def _cells(pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
+    """Every gated cell with its verdict: ``overall``, ``length N`` ..., ``long_output``."""
+    groups = {f"length {length}": [pair for pair in pairs if pair[0]["length"] == length]
+              for length in sorted({before["length"] for before, _ in pairs})}
+    long_output = [pair for pair in pairs if (pair[0]["generated_tokens"] or 0) >= gates.long_output_tokens]
+    if long_output:
+        groups["long_output"] = long_output
+    cells = {name: _cell(group, gates.length_margin, gates) for name, group in groups.items()}
+    for key in ("inferiority_p", "mcnemar_p"):
+        for cell, adjusted in zip(cells.values(), holm([cell[key] for cell in cells.values()]), strict=True):
+            cell[f"{key}_holm"] = adjusted
+    if pairs:
+        overall = _cell(pairs, gates.accuracy_margin, gates)
+        # The primary question stands alone: it is not adjusted.
+        cells["overall"] = overall | {"inferiority_p_holm": overall["inferiority_p"], "mcnemar_p_holm": overall["mcnemar_p"]}
+    for cell in cells.values():
+        cell["verdict"] = _cell_verdict(cell, gates.alpha)
+    return cells
+
+
+def _cell(pairs: list[Pair], margin: float, gates: GateSettings) -> dict[str, Any]:
+    """Counts, bounds, p-values and what this many pairs can support."""
+    before, after = [right(a) for a, _ in pairs], [right(b) for _, b in pairs]
+    clusters = [a["cluster"] for a, _ in pairs]
+    flips = paired.Flips.of(before, after)
+    effect, effective_n = paired.effective_flips(before, after, clusters)
+    tango = paired.tango_clustered(before, after, clusters, gates.alpha)
+    resampled = paired.bootstrap_interval([b - a for a, b in zip(before, after, strict=True)], clusters, gates.alpha,
+                                          resamples=gates.bootstrap_resamples, seed=gates.seed)
+    lower, upper = min(tango[0], resampled[0]), max(tango[1], resampled[1])
+    supported = power.smallest_margin(effective_n, flips.discordance, gates.alpha, gates.power)
+    scaled = paired.scaled(flips, effect)
+    return _counts(pairs) | {
+        "margin": margin, "lower": lower, "upper": upper, "confidence": 1 - gates.alpha,
+        "tango": list(tango), "bootstrap": list(resampled), "effective_n": effective_n,
+        "noninferiority_p": paired.noninferiority_p(scaled, margin), "inferiority_p": paired.inferiority_p(scaled, margin),
+        "smallest_margin": supported, "margin_supported": supported <= margin,
+        "n_needed": round(effect * power.pairs_for_margin(margin, flips.discordance, gates.alpha, gates.power)),
+        "below_noise_floor": None if gates.noise_floor is None else margin < gates.noise_floor,
+    }
+
+
+def _counts(pairs: list[Pair]) -> dict[str, Any]:
+    """Accuracies, flips both ways and McNemar's p."""
+    flips = paired.Flips.of([right(a) for a, _ in pairs], [right(b) for _, b in pairs])
+    return {
+        "n": flips.n, "native": (flips.both_right + flips.lost) / flips.n, "variant": (flips.both_right + flips.won) / flips.n,
+        "difference": flips.difference, "right_to_wrong": flips.lost, "wrong_to_right": flips.won,
+        "flip_rate": flips.discordance, "recovery": flips.recovery, "mcnemar_p": paired.mcnemar_exact(flips),
+    }
+
+
+def _cell_verdict(cell: dict[str, Any], alpha: float) -> str:
+    if cell["lower"] > -cell["margin"]:
+        return "pass"
+    if cell["upper"] < -cell["margin"] and cell["inferiority_p_holm"] < alpha:
+        return "fail"
+    return "inconclusive"
+
+
+def _verdict(cells: dict[str, dict[str, Any]], families: list[str], gates: GateSettings) -> tuple[str, str | None]:
+    """The verdict over all cells, and why it is not a pass."""
+    failed = [_tell(name, cell) for name, cell in cells.items() if cell["verdict"] == "fail"]
+    if failed:
+        return "fail", "; ".join(failed)
+    absent = sorted(set(gates.required_families) - set(families))
+    if len(families) < gates.min_gateable_families or absent:
+        return "not_gateable", (f"native is good enough to judge in {len(families)} families ({', '.join(families) or 'none'}); "
+                                f"needed are {gates.min_gateable_families}"
+                                + (f", among them {', '.join(absent)}" if absent else ""))
+    open_cells = [_tell(name, cell) for name, cell in cells.items() if cell["verdict"] == "inconclusive"]
+    return ("inconclusive", "; ".join(open_cells)) if open_cells else ("pass", None)
+
+
+def _tell(name: str, cell: dict[str, Any]) -> str:
+    return (f"{name}: {cell['native']:.3f} -> {cell['variant']:.3f} ({cell['right_to_wrong']} lost, {cell['wrong_to_right']} won "
+            f"of {cell['n']}), difference in [{cell['lower']:+.3f}, {cell['upper']:+.3f}], margin {cell['margin']:.3f}; "
+            f"{cell['n']} items support {cell['smallest_margin']:.3f}, the margin needs {cell['n_needed']}")
+
+
+def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], gates: GateSettings) -> list[str]:
+    """What a person should look at; no verdict."""
+    alarms = []
+    if fidelity and fidelity.get("status") == "valid":
+        kl, top1 = fidelity["kl_mean"], fidelity["top1_agreement"]
+        if gates.kl_alarm is not None and kl > gates.kl_alarm:
+            alarms.append(f"mean KL divergence from native is {kl:.4f} nats a token (alarm above {gates.kl_alarm})")
+        if gates.top1_alarm is not None and top1 < gates.top1_alarm:
+            alarms.append(f"the likeliest token is native's in {top1:.1%} of places (alarm below {gates.top1_alarm:.0%})")
+    if gates.noise_floor is not None:
+        low = [name for name, cell in cells.items() if cell["below_noise_floor"]]
+        if low or gates.accuracy_margin < gates.noise_floor:
+            alarms.append(f"margins below the noise floor of {gates.noise_floor:.3f} judge noise")
+    return alarms

@@ -1,0 +1,176 @@
+"""Verdicts over canned sample pairs: harm, noise, churn, hidden harm, and everything that must not be compared."""
+
+import random
+
+import pytest
+
+from pipeline.errors import Unreadable
+from pipeline.evals.compare import compare
+from pipeline.evals.runs import Run, load_run
+from pipeline.evals.settings import GateSettings
+
+FAMILIES = ("single", "multi_key", "multi_value", "multi_query", "ordered_recall")
+LENGTHS = (512, 1024, 2048, 4096)
+GATES = GateSettings(bootstrap_resamples=500)
+HEADER = {"kind": "header", "dataset_key": "k", "status": "valid", "reason": None,
+          "conditions": {"tensor_parallel_size": 1, "software": "s"}}
+
+
+def sample(family: str, length: int, index: int, right: bool, generated: int | None = None, outcome: str | None = None) -> dict:
+    name = f"{family}-{length}-{index}"
+    return {"id": name, "family": family, "length": length, "cluster": name, "prompt_hash": name, "depth": 0.5,
+            "outcome": outcome or ("correct" if right else "incorrect"), "score": float(right), "hits": [int(right)],
+            "generated_tokens": generated or (66 if family == "ordered_recall" else 3)}
+
+
+def run(rule=lambda family, length, index: True, per_cell: int = 20, **header) -> Run:
+    rows = [sample(f, n, i, rule(f, n, i)) for f in FAMILIES for n in LENGTHS for i in range(per_cell)]
+    return Run(HEADER | header, tuple(rows))
+
+
+def noisy(accuracy: float, seed: int, base=lambda *_: True):
+    def rule(*cell):
+        return random.Random(f"{seed}{cell}").random() < accuracy and base(*cell)
+    return rule
+
+
+def test_equal_runs_pass():
+    result = compare(run(), run(), GATES)
+    assert result["verdict"] == "pass" and result["reason"] is None
+    assert result["overall"]["n"] == 400 and result["overall"]["mcnemar_p"] == 1.0 and result["overall"]["recovery"] == 1.0
+    assert set(result["by_length"]) == {"512", "1024", "2048", "4096"}
+    assert result["long_output"]["n"] == 80
+
+
+def test_plain_harm_fails():
+    result = compare(run(), run(noisy(0.7, 1)), GATES)
+    assert result["verdict"] == "fail" and result["overall"]["mcnemar_p"] < 1e-9
+    assert "overall" in result["reason"] and "margin 0.050" in result["reason"]
+
+
+def test_harm_at_the_longest_length_alone_fails_though_the_mean_is_inside_the_margin():
+    gates = GateSettings(bootstrap_resamples=500, accuracy_margin=0.12)
+    result = compare(run(), run(lambda f, n, i: n != 4096 or i % 3), gates)
+    assert result["overall"]["verdict"] == "pass"
+    assert [result["by_length"][n]["verdict"] for n in ("512", "1024", "2048", "4096")] == ["pass"] * 3 + ["fail"]
+    assert result["verdict"] == "fail" and result["reason"].startswith("length 4096")
+
+
+def test_answers_that_rot_with_output_length_fail_though_the_short_mean_passes():
+    result = compare(run(), run(lambda f, n, i: f != "ordered_recall" or i % 3), GATES)
+    assert result["long_output"]["verdict"] == "fail" and result["verdict"] == "fail"
+    assert all(result["by_family"][family]["variant"] == 1.0 for family in FAMILIES[:-1])
+
+
+def test_too_few_items_are_inconclusive_and_say_how_many_it_takes():
+    result = compare(run(per_cell=2), run(lambda f, n, i: (f, n, i) != ("single", 512, 0), per_cell=2), GATES)
+    assert result["verdict"] == "inconclusive"
+    assert not result["overall"]["margin_supported"] and result["overall"]["n_needed"] > result["overall"]["n"] == 40
+    assert f"the margin needs {result['overall']['n_needed']}" in result["reason"]
+
+
+def test_equal_means_with_churn_show_as_flips():
+    native = run(lambda f, n, i: i % 10 != 0)
+    variant = run(lambda f, n, i: i % 10 != 1)
+    overall = compare(native, variant, GATES)["overall"]
+    assert overall["difference"] == 0 and overall["flip_rate"] == pytest.approx(0.2)
+    assert overall["right_to_wrong"] == overall["wrong_to_right"] == 40 and overall["mcnemar_p"] == 1.0
+
+
+def test_a_against_a_never_fails_in_a_hundred():
+    """The baseline against itself, 4 % of all answers differing by chance, at the size of eval=quick."""
+    gates = GateSettings(bootstrap_resamples=100)
+    verdicts = [compare(run(noisy(0.98, 2 * seed), 13), run(noisy(0.98, 2 * seed + 1), 13), gates)["verdict"]
+                for seed in range(100)]
+    assert verdicts.count("fail") == 0
+    assert verdicts.count("pass") + verdicts.count("inconclusive") == 100
+    assert verdicts.count("pass") >= 50
+
+
+def test_cells_where_native_is_weak_are_not_gateable_and_never_pass_vacuously():
+    def weak(f, n, i):
+        return i % 5 == 0 if f in ("single", "multi_key") else True
+
+    result = compare(run(weak), run(lambda *_: True), GATES)
+    assert result["verdict"] == "not_gateable" and "3 families" in result["reason"]
+    assert {(cell["family"], cell["verdict"]) for cell in result["excluded_cells"]} == {
+        ("single", "not_gateable"), ("multi_key", "not_gateable")}
+    assert result["overall"]["n"] == 240
+    nothing = compare(run(lambda *_: False), run(lambda *_: False), GATES)
+    assert nothing["verdict"] == "not_gateable" and nothing["overall"] is None
+
+
+def test_without_long_outputs_nothing_passes():
+    def no_recall(f, n, i):
+        return f != "ordered_recall"
+
+    gates = GateSettings(bootstrap_resamples=500)
+    result = compare(run(no_recall), run(no_recall), gates)
+    assert result["verdict"] == "not_gateable" and "ordered_recall" in result["reason"]
+    relaxed = GateSettings(bootstrap_resamples=500, required_families=())
+    assert compare(run(no_recall), run(no_recall), relaxed)["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("native, variant, status, words", [
+    ({}, {"status": "invalid", "reason": "12 answers are stuck"}, "invalid", "variant run is invalid: 12 answers are stuck"),
+    ({"status": "invalid", "reason": "r"}, {}, "invalid", "native run is invalid"),
+    ({}, {"dataset_key": "other"}, "not_comparable", "different data sets"),
+    ({}, {"conditions": {"tensor_parallel_size": 2, "software": "s"}}, "not_comparable", "tensor_parallel_size: native ran with 1"),
+    ({}, {"conditions": {"tensor_parallel_size": 1}}, "not_comparable", "software"),
+])
+def test_runs_that_must_not_be_compared(native, variant, status, words):
+    result = compare(run(**native), run(**variant), GATES)
+    assert result["status"] == result["verdict"] == status and words in result["reason"]
+
+
+def test_comparing_across_tensor_parallel_sizes_when_asked():
+    other = run(conditions={"tensor_parallel_size": 2, "software": "s"})
+    assert compare(run(), other, GateSettings(conditions_must_match=["software"], bootstrap_resamples=500))["verdict"] == "pass"
+
+
+def test_missing_and_doubled_prompts_are_not_comparable():
+    whole = run()
+    short, double = Run(whole.header, whole.rows[:-3]), Run(whole.header, (*whole.rows, whole.rows[0]))
+    assert "3 prompts are in one run only" in compare(whole, short, GATES)["reason"]
+    assert "prompts occur twice" in compare(whole, double, GATES)["reason"]
+    assert compare(whole, short, GATES)["status"] == "not_comparable"
+
+
+def test_pairs_go_by_prompt_not_by_order():
+    native = run(lambda f, n, i: i % 2 == 0)
+    shuffled = Run(native.header, tuple(random.Random(0).sample(native.rows, len(native.rows))))
+    assert compare(native, shuffled, GATES)["overall"]["flip_rate"] == 0
+
+
+def test_questions_about_one_document_count_as_one():
+    def clustered(rule):
+        rows = [row | {"cluster": f"{row['length']}-{row['id'].rsplit('-')[-1]}"} for row in run(rule).rows]
+        return Run(HEADER, tuple(rows))
+
+    def lost_documents(f, n, i):
+        return i not in (0, 1)
+
+    alone = compare(run(), run(lost_documents), GATES)["overall"]
+    together = compare(clustered(lambda *_: True), clustered(lost_documents), GATES)["overall"]
+    assert together["effective_n"] < alone["effective_n"] / 3 and together["lower"] < alone["lower"]
+
+
+def test_alarms_never_decide():
+    alarming = {"status": "valid", "kl_mean": 0.5, "top1_agreement": 0.7}
+    result = compare(run(), run(), GATES, fidelity=alarming)
+    assert result["verdict"] == "pass" and len(result["alarms"]) == 2
+    floor = compare(run(), run(), GateSettings(noise_floor=0.06, bootstrap_resamples=500))
+    assert floor["overall"]["below_noise_floor"] and "noise floor of 0.060" in floor["alarms"][0]
+    assert floor["verdict"] == "pass"
+
+
+def test_samples_that_cannot_be_read_name_the_line(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with pytest.raises(Unreadable, match="samples.jsonl"):
+        load_run(path)
+    path.write_text('{"kind": "header"}\n{"id": 1}\n')
+    with pytest.raises(Unreadable, match="line 2: lacks"):
+        load_run(path)
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(Unreadable, match="header"):
+        load_run(path)
