@@ -192,7 +192,11 @@ class KimiDeltaAttention(nn.Module, MambaBase):
         if is_conv_state_dim_first():
             conv_state = conv_state.transpose(-1, -2)  # [blocks, W - 1, 3 * local]
         decay = decay.view(-1, self.local_heads, self.width)
-        if m.step_tokens.numel():
+        if not m.spans:  # every row is one token, in order
+            rows = slice(0, m.num_tokens)
+            g = self._log_decay(decay[rows])
+            out[rows] = self._step(qkv[rows].float(), g, beta[rows], conv_state, state, m.step_states)
+        elif m.step_tokens.numel():
             rows = m.step_tokens
             g = self._log_decay(decay[rows])
             out[rows] = self._step(qkv[rows].float(), g, beta[rows], conv_state, state, m.step_states)
@@ -212,12 +216,12 @@ class KimiDeltaAttention(nn.Module, MambaBase):
 
     def _step(self, qkv, g, beta, conv_state, state, blocks) -> torch.Tensor:
         """One token each of N sequences that have a state."""
-        window = torch.cat([conv_state[blocks].float(), qkv.unsqueeze(1)], 1)  # [N, W, 3 * local]
-        conv_state[blocks] = window[:, 1:].to(conv_state.dtype)
+        window = torch.cat([conv_state.index_select(0, blocks).float(), qkv.unsqueeze(1)], 1)  # [N, W, 3 * local]
+        conv_state.index_copy_(0, blocks, window[:, 1:].to(conv_state.dtype))
         q, k, v = self._heads(F.silu((window * self.conv_taps).sum(1)))
-        current = state[blocks].float()
+        current = state.index_select(0, blocks).float()
         out = delta_rule.step(q, k, v, g, beta.float().sigmoid(), current)
-        state[blocks] = current.to(state.dtype)
+        state.index_copy_(0, blocks, current.to(state.dtype))
         return out
 
     def _span(self, qkv, g, beta, conv_state, state, has_state: bool) -> torch.Tensor:

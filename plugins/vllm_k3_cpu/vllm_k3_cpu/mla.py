@@ -15,13 +15,13 @@ from torch import nn
 from vllm.distributed import divide, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode
 
 from . import kv_cache, lookup
+from .norm import RMSNorm
 
 # Moonshot's definition builds both latent norms with the framework's default eps, not the config's rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
@@ -163,6 +163,8 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """[blocks, 1, block size, L + R] -> [blocks, block size, L + R]."""
         self.kv_cache = kv_cache.squeeze(1)
+        if not self.kv_cache.is_contiguous():
+            raise ValueError(f"{self.prefix}: expected contiguous cache pages, got strides {self.kv_cache.stride()}")
 
     def load_scale(self, name: str, value: torch.Tensor) -> None:
         """A calibrated ``k_scale`` / ``v_scale``: one value a layer."""
@@ -215,14 +217,13 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
         if self.fp8_type is not None:
             limit = torch.finfo(self.fp8_type).max
             latent = (latent.float() / self.k_scale).clamp_(-limit, limit).to(self.fp8_type).view(torch.uint8)
-        size = self.kv_cache.shape[1]
-        if (slots < 0).any():
+        if slots.min() < 0:
             latent, slots = latent[slots >= 0], slots[slots >= 0]
-        self.kv_cache[slots // size, slots % size] = latent.to(self.kv_cache.dtype)
+        self.kv_cache.flatten(0, 1).index_copy_(0, slots, latent.to(self.kv_cache.dtype))
 
     def _read(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Cache blocks [..., B] -> latents [..., B * block size, L + R] in the compute type."""
-        cached = self.kv_cache[blocks].flatten(-3, -2)
+        cached = self.kv_cache.index_select(0, blocks.flatten()).view(*blocks.shape[:-1], -1, self.L + self.R)
         if self.fp8_type is None:
             return cached.to(dtype)
         return lookup.decode(lookup.fp8_table(self.fp8_type, dtype, self.k_scale), cached)

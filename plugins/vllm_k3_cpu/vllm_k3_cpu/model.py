@@ -7,7 +7,6 @@ import re
 import torch
 from torch import nn
 from vllm.distributed import get_pp_group
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateCopyFuncCalculator,
@@ -23,6 +22,7 @@ from . import emulation
 from .kda import KimiDeltaAttention
 from .mla import KimiMLAAttention
 from .moe import DenseMLP, LatentMoE
+from .norm import RMSNorm
 from .quantization import dense_config
 
 emulation.register()

@@ -7,14 +7,18 @@ dequantization and one grouped product for all active experts of a layer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from .emulation import WeightFormat, _Emulated, kernel_of
+from .norm import RMSNorm
+
+PADDED_ROWS = 256  # largest padded expert batch
 
 
 class Activation:
@@ -29,13 +33,22 @@ class Activation:
         self.linear_beta = config.activation_situ_linear_beta
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.float().chunk(2, -1)
+        gate, up = (part.float() for part in x.chunk(2, -1))
         if not self.situ:
             return (F.silu(gate) * up).to(x.dtype)
-        out = torch.tanh(gate / self.beta).mul_(self.beta).mul_(torch.sigmoid(gate))
+        exact = x.dtype == torch.float32
+        out = _soft_clip(gate, self.beta, exact).mul_(torch.sigmoid(gate))
         if self.linear_beta is not None:
-            up = torch.tanh(up / self.linear_beta).mul_(self.linear_beta)
+            up = _soft_clip(up, self.linear_beta, exact)
         return out.mul_(up).to(x.dtype)
+
+
+def _soft_clip(x: torch.Tensor, bound: float, exact: bool) -> torch.Tensor:
+    """``bound * tanh(x / bound)``.  torch's tanh takes ten times as long on CPU as its sigmoid: below float32 the identity
+    ``tanh(y) = 2 sigmoid(2 y) - 1`` serves (absolute error 2e-7 before the factor ``bound``)."""
+    if exact:
+        return torch.tanh(x / bound).mul_(bound)
+    return torch.mul(x, 2 / bound).sigmoid_().mul_(2 * bound).sub_(bound)
 
 
 class DenseMLP(nn.Module):
@@ -68,6 +81,37 @@ class Expert(nn.Module):
         )
 
 
+@dataclass(frozen=True)
+class ExpertBatch:
+    """Where each (token, chosen expert) pair goes in a buffer sorted by expert.
+
+    Small batches give every active expert ``capacity`` rows (zero rows fill up), so that one batched product serves; larger
+    ones are packed (``capacity`` 0).
+    """
+
+    position: torch.Tensor  # [pairs] row of each pair
+    experts: torch.Tensor  # [A] experts with at least one pair, ascending
+    counts: torch.Tensor  # [A] their pairs
+    capacity: int
+    rows: int
+
+    @classmethod
+    def of(cls, pairs: torch.Tensor, num_experts: int, pad: bool) -> ExpertBatch:
+        """``pairs`` [T * k]: the expert of every pair."""
+        counts = torch.bincount(pairs, minlength=num_experts)
+        experts = counts.nonzero().squeeze(-1)
+        counts = counts.index_select(0, experts)
+        capacity = int(counts.max()) if pad else 0
+        if experts.numel() * capacity > PADDED_ROWS:
+            capacity = 0
+        place = torch.arange(pairs.numel())
+        if capacity:
+            shift = torch.arange(experts.numel()) * capacity - (counts.cumsum(0) - counts)
+            place += shift.repeat_interleave(counts)
+        position = torch.empty_like(place).index_copy_(0, pairs.argsort(stable=True), place)
+        return cls(position, experts, counts, capacity, experts.numel() * capacity if capacity else pairs.numel())
+
+
 class StackedWeights:
     """One emulated matrix of every expert, stacked: [E, N, K] packed.  The layers' parameters become views of it."""
 
@@ -80,15 +124,21 @@ class StackedWeights:
                 getattr(layer, name).data = stacked[i]
             self.tensors.append(stacked)
 
-    def product(self, x: torch.Tensor, experts: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
-        """x [P, K] sorted by expert, ``counts`` rows for each of ``experts`` (None: all) -> [P, N]."""
-        tensors = self.tensors if experts is None else [t[experts] for t in self.tensors]
+    def product(self, x: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
+        """x [rows, K] arranged as ``batch`` says -> [rows, N]."""
+        tensors = self.tensors
+        if batch.experts.numel() < tensors[0].shape[0]:
+            tensors = [t.index_select(0, batch.experts) for t in tensors]
         rounded = self.format.activations(x)
-        weight = self.format.weight(*tensors, dtype=rounded.dtype)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        out = F.grouped_mm(rounded, weight.transpose(-1, -2), offs=ends)
-        if (scale := self.format.output_scale(*tensors)) is not None:
-            out = out * scale.repeat_interleave(counts).unsqueeze(-1)
+        weight = self.format.weight(*tensors, dtype=rounded.dtype).transpose(-1, -2)
+        scale = self.format.output_scale(*tensors)
+        if batch.capacity:
+            out = torch.bmm(rounded.view(len(batch.experts), batch.capacity, -1), weight)
+            out = out if scale is None else out * scale.view(-1, 1, 1)
+            return out.view(x.shape[0], -1).to(x.dtype)
+        out = F.grouped_mm(rounded, weight, offs=batch.counts.cumsum(0, dtype=torch.int32))
+        if scale is not None:
+            out = out * scale.repeat_interleave(batch.counts).unsqueeze(-1)
         return out.to(x.dtype)
 
 
@@ -105,13 +155,13 @@ class RoutedExperts(nn.ModuleList):
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, L], chosen experts [T, k], their weights float32 [T, k] -> float32 [T, L]."""
-        order = chosen.flatten().argsort(stable=True)
-        rows = hidden[order // chosen.shape[1]]
-        counts = torch.bincount(chosen.flatten(), minlength=len(self))
-        out = self._grouped(rows, counts) if self._stack() else self._one_by_one(rows, counts.tolist())
-        unsorted = torch.empty_like(out)
-        unsorted[order] = out
-        return torch.matmul(weights.unsqueeze(1), unsorted.view(*chosen.shape, -1).float()).squeeze(1)
+        grouped = self._stack()
+        batch = ExpertBatch.of(chosen.flatten(), len(self), pad=grouped)
+        rows = hidden.new_zeros(batch.rows, hidden.shape[1])
+        rows.index_copy_(0, batch.position, hidden.repeat_interleave(chosen.shape[1], 0))
+        out = self._grouped(rows, batch) if grouped else self._one_by_one(rows, batch)
+        chosen_out = out.index_select(0, batch.position).view(*chosen.shape, -1)
+        return torch.matmul(weights.unsqueeze(1), chosen_out.float()).squeeze(1)
 
     def _stack(self) -> bool:
         """Stack emulated weights on the first call, after loading is complete."""
@@ -124,19 +174,15 @@ class RoutedExperts(nn.ModuleList):
                 )
         return self._stacked is not None
 
-    def _grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        experts = None
-        if not counts.all():
-            experts = counts.nonzero().squeeze(-1)
-            counts = counts[experts]
+    def _grouped(self, rows: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
         up, down = self._stacked
-        return down.product(self.activation(up.product(rows, experts, counts)), experts, counts)
+        return down.product(self.activation(up.product(rows, batch)), batch)
 
-    def _one_by_one(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def _one_by_one(self, rows: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
         parts = []
-        for expert, part in zip(self, rows.split(counts), strict=True):
-            if part.shape[0]:
-                parts.append(expert.w2(self.activation(expert.w13(part)[0]))[0])
+        for e, part in zip(batch.experts.tolist(), rows.split(batch.counts.tolist()), strict=True):
+            expert = self[e]
+            parts.append(expert.w2(self.activation(expert.w13(part)[0]))[0])
         return torch.cat(parts)
 
 
