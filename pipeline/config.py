@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import Refused
+from pipeline.errors import PipelineError, Refused
 from pipeline.files import write_text
 from pipeline.params import PARAMS
 
@@ -47,6 +47,8 @@ def check(params: dict[str, Any]) -> None:
     for name, parse in GROUPS.items():
         try:
             parse(params[name])
+        except PipelineError:
+            raise
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"params.yaml, group {name}: {error}") from None
 

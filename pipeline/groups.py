@@ -7,6 +7,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
+from pipeline.bench.settings import BenchSettings
+from pipeline.evals.settings import parse as parse_eval
+from pipeline.evals.settings import parse_gates
+from pipeline.plan import hardware
+from pipeline.plan.cache import kv_key
+from pipeline.quant.recipe import Recipe
+
 
 class Group(BaseModel):
     """A group whose unknown keys are errors."""
@@ -31,3 +38,35 @@ class KvSetting(Group):
 
     cache_dtype: str
     state_dtype: Literal["auto", "float32", "bfloat16"]
+
+
+class Quant(Group):
+    """The quantizations of this table, by key."""
+
+    schemes: dict[str, dict[str, Any]]
+
+    def model_post_init(self, _: Any) -> None:
+        for settings in self.schemes.values():
+            Recipe.from_params(settings)
+
+
+class Kv(Group):
+    """The KV settings of this table, by key; the key spells the setting (``fp8_state16``), and the two must agree."""
+
+    dtypes: dict[str, KvSetting]
+
+    def model_post_init(self, _: Any) -> None:
+        for key, setting in self.dtypes.items():
+            if kv_key(key) != (setting.cache_dtype, setting.state_dtype):
+                raise ValueError(f"kv.dtypes.{key}: the key says {kv_key(key)}, the setting {setting}")
+
+
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "model": Model.model_validate,
+    "hardware": lambda raw: hardware.parse(raw, "hardware"),
+    "quant": Quant.model_validate,
+    "kv": Kv.model_validate,
+    "eval": parse_eval,
+    "bench": BenchSettings.from_params,
+    "gates": parse_gates,
+}

@@ -1,0 +1,38 @@
+"""One row of the comparison table: the few figures of a variant that people compare, flat, units in the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def build_row(
+    evaluation: dict[str, Any], bench: dict[str, Any], kv: dict[str, Any], quantization: dict[str, Any], comparison: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of ``metrics/variants/<variant>.json`` from what the stages before it wrote.
+
+    ``status`` is ``invalid`` as soon as the evaluation or the bench is, with both reasons; figures stay visible beside it.
+    ``verdict`` is the gate's outcome against native, or ``baseline`` for native itself.
+    """
+    reasons = [f"{part}: {result['reason']}" for part, result in (("eval", evaluation), ("bench", bench)) if result["reason"]]
+    invalid = any(result["status"] != "valid" for result in (evaluation, bench))
+    memory, damage = bench["memory_summary"], quantization.get("damage") or {}
+    return {
+        "status": "invalid" if invalid else "valid",
+        "reason": "; ".join(reasons) or None,
+        "verdict": comparison["verdict"],
+        "accuracy": evaluation["accuracy"],
+        "accuracy_stderr": evaluation["accuracy_stderr"],
+        "items": evaluation["n"],
+        "output_tok_s": bench["output_tok_s"],
+        "ttft_ms_p50": bench["ttft_ms_p50"],
+        "tpot_ms_p50": bench["tpot_ms_p50"],
+        "speed": bench["speed_label"],
+        "weight_bytes": memory["weight_bytes"],
+        "kv_bytes_per_token": memory["kv_bytes_per_token"],
+        "kv_capacity_tokens": memory["kv_capacity_tokens"],
+        "kv_scales": kv["label"],
+        "state_bytes_per_sequence": memory["state_bytes_per_sequence"],
+        "activation_peak_bytes": memory["activation_peak_bytes"],
+        "load_s": bench["load"]["load_s"],
+        "exact_fraction": damage.get("total", {}).get("exact_fraction"),
+    }

@@ -1,0 +1,60 @@
+"""From parameters to a server: the hardware file's flags, the variant's checkpoint and KV cache, as :class:`ServerSettings`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Refused
+from pipeline.plan.hardware import Hardware
+from pipeline.serve.settings import ServerSettings
+
+# Flags of the hardware file that ServerSettings has a field for; every other one goes to the command line as it stands.
+FIELDS = {
+    "max-model-len": "max_model_len",
+    "max-num-seqs": "max_num_seqs",
+    "max-num-batched-tokens": "max_num_batched_tokens",
+    "block-size": "block_size",
+    "kv-cache-memory-bytes": "kv_cache_memory_bytes",
+    "enable-prefix-caching": "enable_prefix_caching",
+    "trust-remote-code": "trust_remote_code",
+}
+# The variant decides these, whatever the recipe of the machine says.
+VARIANT = ("kv-cache-dtype", "mamba-ssm-cache-dtype", "seed")
+
+
+def server_settings(
+    hardware: Hardware, served_name: str, checkpoint: Path, kv: dict[str, Any], *, trust_remote_code: bool = False
+) -> ServerSettings:
+    """The settings that one variant is evaluated and benched with.
+
+    ``kv`` is one entry of the parameters' ``kv.dtypes``.  Remote code runs only when both the machine's recipe and the model's own
+    group allow it.  Raises :class:`Refused` for a machine of several nodes: one process group on one host is what
+    :mod:`pipeline.serve` can start, watch and end.
+    """
+    if hardware.nodes > 1:
+        raise Refused(
+            f"hardware {hardware.name}: {hardware.nodes} nodes; this pipeline starts servers on one host only.  Plan for it with "
+            "`pipeline plan`, or serve on a single-node machine"
+        )
+    fields = {FIELDS[name]: setting.value for name, setting in hardware.flags.items() if name in FIELDS}
+    fields["trust_remote_code"] = trust_remote_code and bool(fields.get("trust_remote_code", False))
+    parallel = {
+        "--pipeline-parallel-size": hardware.pipeline_parallel,
+        "--data-parallel-size": hardware.data_parallel,
+        "--decode-context-parallel-size": hardware.decode_context_parallel,
+    }
+    extra = [text for option, value in parallel.items() if value != 1 for text in (option, str(value))]
+    if hardware.expert_parallel:
+        extra.append("--enable-expert-parallel")
+    return ServerSettings(
+        model=checkpoint,
+        served_name=served_name,
+        env=hardware.server_env,
+        kv_cache_dtype=kv["cache_dtype"],
+        state_dtype=kv["state_dtype"],
+        tensor_parallel_size=hardware.tensor_parallel,
+        extra_args=tuple(extra + hardware.serve_arguments(without=(*FIELDS, *VARIANT))),
+        environment=hardware.environment_variables(),
+        **fields,
+    )

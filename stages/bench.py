@@ -1,0 +1,39 @@
+"""metrics/bench/<variant>.json: throughput, latency and memory of one variant, served."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from pipeline import params, stage, store
+from pipeline.bench.runner import bench
+from pipeline.bench.settings import BenchSettings
+from pipeline.files import read_json, write_json
+from pipeline.plan import hardware
+from pipeline.serve.server import running
+from pipeline.serving import server_settings
+from pipeline.variant import Variant
+
+
+def main(name: str) -> None:
+    variant, model = Variant.parse(name), params.load("model")
+    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
+    kv = read_json(f"metrics/kv/{name}.json")
+    request = server_settings(
+        machine, model["name"], store.resolve(variant.quant), kv["setting"], trust_remote_code=model["trust_remote_code"]
+    )
+    runs = Path(".cache/bench") / name  # kept by a killed bench for the next one; a finished bench starts afresh
+    with running(request, Path("data/logs") / f"bench-{name}.log") as server:
+        result = bench(
+            server,
+            BenchSettings.from_params(params.load("bench")),
+            runs,
+            hardware=read_json("metrics/hardware.json"),
+            software=read_json("metrics/software.json"),
+        )
+    write_json(f"metrics/bench/{name}.json", result)
+    shutil.rmtree(runs)
+    print(f"{name}: {result['status']}, {result['output_tok_s']:.0f} output tok/s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    stage.run(main)

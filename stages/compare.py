@@ -1,0 +1,40 @@
+"""metrics/variants/<variant>.json: one row of the table; metrics/comparisons/<variant>.json: its verdict against native."""
+
+from pipeline import params, stage
+from pipeline.evals.baseline import reference
+from pipeline.evals.compare import compare
+from pipeline.files import read_json, write_json
+from pipeline.plan import hardware
+from pipeline.plan.predict import compare as compare_memory
+from pipeline.plan.predict import predicted
+from pipeline.report.row import build_row
+from pipeline.variant import Variant
+
+REFERENCE = Variant("native", "auto")
+
+
+def main(name: str) -> None:
+    variant, model, gates = Variant.parse(name), params.load("model"), params.load("gates")
+    samples = f"metrics/samples/{name}.jsonl"
+    if variant == REFERENCE:
+        comparison = reference(samples, model["reference_scores"], gates)
+    else:
+        comparison = compare(f"metrics/samples/{REFERENCE.name}.jsonl", samples, gates)
+    bench = read_json(f"metrics/bench/{name}.json")
+    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
+    recipe = params.load("quant")["schemes"][variant.quant]
+    expected = predicted(model["path"], machine, variant.quant, variant.kv, recipe=recipe)
+    comparison["memory"] = [row.to_dict() for row in compare_memory(expected, bench["memory"])]
+    row = build_row(
+        read_json(f"metrics/evals/{name}.json"),
+        bench,
+        read_json(f"metrics/kv/{name}.json"),
+        read_json(f"metrics/quantize/{variant.quant}.json"),
+        comparison,
+    )
+    write_json(f"metrics/comparisons/{name}.json", comparison)
+    write_json(f"metrics/variants/{name}.json", row)
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,53 @@
+"""metrics/evals/<variant>.json: long-context accuracy of one variant, served; its samples beside it."""
+
+import json
+import sys
+from pathlib import Path
+
+from pipeline import params, stage, store
+from pipeline.evals import runner
+from pipeline.evals.runs import NEEDED, load_run
+from pipeline.evals.settings import parse
+from pipeline.files import read_json, sha256_json, write_json, write_text
+from pipeline.plan import hardware
+from pipeline.serve.server import running
+from pipeline.serving import server_settings
+from pipeline.variant import Variant
+
+
+def main(name: str) -> None:
+    variant, model = Variant.parse(name), params.load("model")
+    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
+    kv, software = read_json(f"metrics/kv/{name}.json"), read_json("metrics/software.json")
+    checkpoint = store.resolve(variant.quant)
+    request = server_settings(
+        machine, model["name"], checkpoint, kv["setting"], trust_remote_code=model["trust_remote_code"]
+    )
+    conditions = {
+        "checkpoint_sha256": kv["checkpoint_sha256"],
+        "kv": kv["setting"],
+        "tensor_parallel_size": machine.tensor_parallel,
+        "software": sha256_json(software),
+    }
+    samples = Path("data/samples") / name
+    with running(request, Path("data/logs") / f"evaluate-{name}.log") as server:
+        result = runner.evaluate(
+            server.base_url,
+            server.model,
+            model["path"],
+            Path("data/eval"),
+            parse(params.load("eval")),
+            samples,
+            conditions=conditions,
+            journal_dir=Path(".cache/journals") / name,
+        )
+        result["server"] = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
+    run = load_run(samples / runner.SAMPLES)
+    rows = [{key: row[key] for key in sorted(NEEDED)} for row in run.rows]  # without the texts: small enough for git
+    write_text(f"metrics/samples/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in [run.header, *rows]))
+    write_json(f"metrics/evals/{name}.json", result)
+    print(f"{name}: {result['status']}, accuracy {result['accuracy']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,70 @@
+"""dvc.yaml, params.yaml and conf/ say the same thing, and each stage depends on exactly the code that it runs."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import config
+from tests.imports import REPOSITORY, imported_modules, transitive, wanted_deps
+
+STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+CHOICES = [
+    f"{folder.name}={file.stem}"
+    for folder in sorted((REPOSITORY / "conf").iterdir())
+    if folder.is_dir()
+    for file in sorted(folder.glob("*.yaml"))
+]
+
+
+def committed(path: str) -> str:
+    """The committed text: a narrowed in-place `dvc exp run` rewrites the working copy of params.yaml."""
+    done = subprocess.run(["git", "show", f"HEAD:{path}"], cwd=REPOSITORY, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else (REPOSITORY / path).read_text()
+
+
+def test_params_yaml_is_what_conf_composes_to():
+    assert committed("params.yaml") == config.compose(), "run `python3 -m pipeline config`"
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_of_conf_composes_and_is_valid(choice):
+    config.check(yaml.safe_load(config.compose([choice])))
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_its_name():
+    with pytest.raises(config.Refused, match="quant/fp7"):
+        config.compose(["quant=fp7"])
+
+
+@pytest.mark.parametrize("group", ["model", "hardware", "kv", "eval", "bench", "gates"])
+def test_an_unknown_key_in_any_group_is_an_error(group):
+    params = yaml.safe_load(config.compose())
+    params[group]["misspelt"] = 1
+    with pytest.raises(config.PipelineError, match="misspelt"):
+        config.check(params)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_modules_in_deps_are_those_that_the_stage_imports(name):
+    listed = sorted(dep for dep in STAGES[name]["deps"] if dep.endswith(".py"))
+    assert listed == wanted_deps(f"stages/{name}.py"), "run `python tests/imports.py`"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_runs_in_an_environment_and_names_no_machine(name):
+    command = STAGES[name]["cmd"]
+    assert command.startswith("python3 -m pipeline env run ") and f" -m stages.{name}" in command
+    assert not any(mark in command for mark in ("/", "srun", "CUDA", "localhost"))
+
+
+def test_re_quantizing_does_not_depend_on_serving_evaluating_or_reporting():
+    code = {path.parts[1] for path in transitive(Path("stages/quantize.py"))}
+    assert not code & {"serve", "evals", "bench", "report", "plan", "stats"}
+
+
+def test_modules_below_the_stages_do_not_know_dvc():
+    for file in sorted((REPOSITORY / "pipeline").rglob("*.py")):
+        relative = file.relative_to(REPOSITORY)
+        assert not any(name.startswith("stages") for name in imported_modules(relative)), relative
