@@ -90,11 +90,13 @@ def running(checkpoint: Path, **options):
         model=str(checkpoint), dtype="float32", max_model_len=4096, kv_cache_memory_bytes=48 << 20, max_num_seqs=8,
         max_num_batched_tokens=2048, logprobs_mode="raw_logits", max_logprobs=-1, worker_extension_cls=MEMORY_REPORT,
     )  # fmt: skip
-    llm = LLM(**(settings | options))
+    llm = None
     try:
+        llm = LLM(**(settings | options))
         yield Engine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
 
