@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from pipeline.plan import Overrides, compare, predicted
+from pipeline.plan.predict import compare, predicted
+from pipeline.plan.request import Overrides
 from tests.plan.record import config_of, measure
 
 CASES = [

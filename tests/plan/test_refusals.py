@@ -7,8 +7,9 @@ import copy
 import pytest
 
 from pipeline.errors import Refused, Unreadable
-from pipeline.plan import Overrides, plan
 from pipeline.plan import hardware as machines
+from pipeline.plan.alternatives import plan
+from pipeline.plan.request import Overrides
 from pipeline.plan.request import load_model
 from tests.plan import configs
 
