@@ -22,7 +22,7 @@ from tqdm import tqdm
 from pipeline import files
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.reading import CONFIG, INDEX, MANIFEST
-from pipeline.errors import Invalid, Refused
+from pipeline.errors import Invalid, Refused, Unreadable
 from pipeline.quant import native, planning
 from pipeline.quant.config import PROVENANCE
 from pipeline.quant.damage import Damage, summarize
@@ -30,7 +30,7 @@ from pipeline.quant.planning import Plan, ShardPlan
 from pipeline.quant.recipe import Recipe
 from pipeline.quant.streaming import convert_shard
 
-RECORDS = ".records"
+RECORDS, OUTPUT, LOCK = "records", "checkpoint", "lock"  # inside the work directory
 LOCK_PATIENCE_S = 2.0
 
 
@@ -62,19 +62,23 @@ def requantize(
         return native.link(source, target, source_manifest)
     started = time.monotonic()
     plan = planning.plan(source, recipe)
-    partial = target.parent / f".{target.name}.partial"
-    (partial / RECORDS).mkdir(parents=True, exist_ok=True)
-    with _locked(partial):
-        expected = manifest.entries(source_manifest) if source_manifest else {}
-        done = {shard.name: record for shard in plan.shards if (record := _record(plan, shard, partial)) is not None}
-        todo = [shard for shard in plan.shards if shard.name not in done]
-        _check_space(plan, todo, partial)
-        for name, record in _convert_all(plan, todo, partial, workers):
-            _check_hash(source / name, record["source"]["sha256"], expected.get(name))
-            done[name] = record
-        for name, record in done.items():
-            _check_hash(source / name, record["source"]["sha256"], expected.get(name))
-        report = _finish(plan, done, partial, target)
+    expected = manifest.entries(source_manifest) if source_manifest else {}
+    work = target.parent / f".{target.name}.partial"
+    (work / RECORDS).mkdir(parents=True, exist_ok=True)
+    (work / OUTPUT).mkdir(exist_ok=True)
+    with _locked(work):
+        report = _finished(plan, target, expected)
+        done = {shard.name: record for shard in plan.shards if (record := _record(plan, shard, work)) is not None}
+        todo = [] if report else [shard for shard in plan.shards if shard.name not in done]
+        if report is None:
+            _check_space(plan, todo, work)
+            for name, record in _convert_all(plan, todo, work, workers):
+                _check_hash(source / name, record["source"]["sha256"], expected.get(name))
+                done[name] = record
+            for name, record in done.items():
+                _check_hash(source / name, record["source"]["sha256"], expected.get(name))
+            report = _finish(plan, done, work / OUTPUT, target)
+        shutil.rmtree(work)
     seconds = time.monotonic() - started
     return report | {
         "run": {
@@ -89,17 +93,17 @@ def requantize(
 
 
 @contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
+def _locked(work: Path) -> Iterator[None]:
     """Hold the directory.  Workers inherit the lock: it is free only when the last of a killed run's workers is gone."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
-    with open(partial / ".lock", "w") as lock:
+    with open(work / LOCK, "w") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise Refused(f"{partial}: another process is writing it; wait for it") from None
+                    raise Refused(f"{work}: another process is writing it; wait for it") from None
                 time.sleep(0.02)
         yield
 
@@ -116,9 +120,34 @@ def _stamp(path: Path) -> dict[str, int]:
     return {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def _record(plan: Plan, shard: ShardPlan, partial: Path) -> dict[str, Any] | None:
+def _finished(plan: Plan, target: Path, expected: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The report of a target that an earlier run finished from the same bytes by the same recipe and plan, else ``None``."""
+    try:
+        provenance = files.read_json(target / PROVENANCE)
+        built = files.read_json(target / MANIFEST)
+        if provenance["recipe_sha256"] != plan.recipe.sha256:
+            return None
+        sources = manifest.entries(provenance["source"])
+        sizes = {name: entry["size_bytes"] for name, entry in manifest.entries(built).items()}
+        if sizes != {name: (target / name).stat().st_size for name in manifest.listed_files(target)}:
+            return None
+        for shard in plan.shards:
+            with open(target / shard.name, "rb") as stream:
+                if stream.read(len(shard.header)) != shard.header:
+                    return None
+            known = expected.get(shard.name) or {"sha256": files.sha256_file(plan.source / shard.name)}
+            if sources[shard.name]["sha256"] != known["sha256"]:
+                return None
+        if sources.keys() != {shard.name for shard in plan.shards} or files.read_json(target / CONFIG) != plan.config:
+            return None
+    except (Unreadable, OSError, KeyError, TypeError):
+        return None
+    return {"status": "valid", "reason": None} | provenance | built
+
+
+def _record(plan: Plan, shard: ShardPlan, work: Path) -> dict[str, Any] | None:
     """The record of a finished shard, if it still holds: same recipe, same plan, same source bytes, output in place."""
-    path, output, source = partial / RECORDS / f"{shard.name}.json", partial / shard.name, plan.source / shard.name
+    path, output, source = work / RECORDS / f"{shard.name}.json", work / OUTPUT / shard.name, plan.source / shard.name
     if not path.exists() or not output.exists():
         return None
     record = files.read_json(path)
@@ -135,13 +164,13 @@ def _record(plan: Plan, shard: ShardPlan, partial: Path) -> dict[str, Any] | Non
     return record
 
 
-def _check_space(plan: Plan, todo: list[ShardPlan], partial: Path) -> None:
+def _check_space(plan: Plan, todo: list[ShardPlan], work: Path) -> None:
     needed = sum(shard.target_bytes for shard in todo)
     needed += sum((plan.source / name).stat().st_size for name in plan.auxiliary)
-    free = shutil.disk_usage(partial).free
+    free = shutil.disk_usage(work).free
     if needed > free:
         raise Refused(
-            f"{partial}: {needed / 1e9:.2f} GB are needed for {len(todo)} shards, {free / 1e9:.2f} GB are free; "
+            f"{work}: {needed / 1e9:.2f} GB are needed for {len(todo)} shards, {free / 1e9:.2f} GB are free; "
             "free some space or choose another target"
         )
 
@@ -151,9 +180,9 @@ def _check_hash(path: Path, digest: str, wanted: dict[str, Any] | None) -> None:
         raise Refused(f"{path}: sha256 {digest}, its manifest says {wanted['sha256']}; fetch it again")
 
 
-def _convert_one(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]) -> dict:
+def _convert_one(plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]) -> dict:
     stamp = _stamp(plan_source / shard.name)
-    result = convert_shard(plan_source, partial, shard, recipe, progress)
+    result = convert_shard(plan_source, work / OUTPUT, shard, recipe, progress)
     if _stamp(plan_source / shard.name) != stamp:
         raise Refused(f"{plan_source / shard.name}: changed while it was read; let its writer finish")
     record = {
@@ -165,7 +194,7 @@ def _convert_one(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Rec
         "damage": {module: asdict(damage) for module, damage in result["damage"].items()},
     }
     # Written by the worker itself, before it takes another shard: a kill loses no more than what is in flight.
-    files.write_json(partial / RECORDS / f"{shard.name}.json", record)
+    files.write_json(work / RECORDS / f"{shard.name}.json", record)
     return record
 
 
@@ -183,21 +212,21 @@ def _start_worker(progress: Any, parent: int) -> None:
         os._exit(1)
 
 
-def _work(plan_source: Path, partial: Path, shard: ShardPlan, recipe: Recipe) -> dict[str, Any]:
+def _work(plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe) -> dict[str, Any]:
     def progress(count: int) -> None:
         with _shared_progress.get_lock():
             _shared_progress.value += count
 
-    return _convert_one(plan_source, partial, shard, recipe, progress)
+    return _convert_one(plan_source, work, shard, recipe, progress)
 
 
-def _convert_all(plan: Plan, todo: list[ShardPlan], partial: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _convert_all(plan: Plan, todo: list[ShardPlan], work: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
     total = sum(shard.source_bytes for shard in todo)
     bar = {"total": total, "unit": "B", "unit_scale": True, "desc": plan.recipe.format, "disable": None if todo else True}
     if workers == 1 or len(todo) < 2:
         with tqdm(**bar) as shown:
             for shard in todo:
-                yield shard.name, _convert_one(plan.source, partial, shard, plan.recipe, shown.update)
+                yield shard.name, _convert_one(plan.source, work, shard, plan.recipe, shown.update)
         return
     # fork: a worker must not import the caller's main module again, as spawn does; nothing here runs threads before.
     context = multiprocessing.get_context("fork")
@@ -206,7 +235,7 @@ def _convert_all(plan: Plan, todo: list[ShardPlan], partial: Path, workers: int)
     pool = ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (counter, os.getpid()))
     try:
         pending: dict[Future, str] = {
-            pool.submit(_work, plan.source, partial, shard, plan.recipe): shard.name for shard in largest_first
+            pool.submit(_work, plan.source, work, shard, plan.recipe): shard.name for shard in largest_first
         }
         with tqdm(**bar) as shown:
             while pending:
@@ -220,17 +249,17 @@ def _convert_all(plan: Plan, todo: list[ShardPlan], partial: Path, workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _finish(plan: Plan, done: dict[str, dict[str, Any]], partial: Path, target: Path) -> dict[str, Any]:
+def _finish(plan: Plan, done: dict[str, dict[str, Any]], output: Path, target: Path) -> dict[str, Any]:
     """Write what is not a shard, check the whole, and rename it into place."""
     wanted = {shard.name for shard in plan.shards} | set(plan.auxiliary) | {CONFIG, INDEX, PROVENANCE}
-    for name in manifest.listed_files(partial):  # of an earlier recipe or source
+    for name in manifest.listed_files(output):  # of an earlier recipe or source
         if name not in wanted:
-            (partial / name).unlink()
+            (output / name).unlink()
     for name in plan.auxiliary:
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(plan.source / name, partial / name)
-    files.write_json(partial / CONFIG, plan.config)
-    files.write_json(partial / INDEX, plan.index)
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(plan.source / name, output / name)
+    files.write_json(output / CONFIG, plan.config)
+    files.write_json(output / INDEX, plan.index)
     rows = (
         (*plan.kinds[module], Damage(**damage))
         for name in sorted(done)
@@ -247,16 +276,14 @@ def _finish(plan: Plan, done: dict[str, dict[str, Any]], partial: Path, target: 
         },
         "damage": summarize(rows),
     }
-    files.write_json(partial / PROVENANCE, provenance)
+    files.write_json(output / PROVENANCE, provenance)
     hashes = {name: record["target"]["sha256"] for name, record in done.items()}
-    built = manifest.build(partial, hashes)
-    files.write_json(partial / MANIFEST, built)
+    built = manifest.build(output, hashes)
+    files.write_json(output / MANIFEST, built)
     replaced = target.parent / f".{target.name}.replaced"
     shutil.rmtree(replaced, ignore_errors=True)
-    shutil.rmtree(partial / RECORDS)
     if target.exists():
         os.replace(target, replaced)
-    os.replace(partial, target)
-    (target / ".lock").unlink(missing_ok=True)
+    os.replace(output, target)
     shutil.rmtree(replaced, ignore_errors=True)
     return {"status": "valid", "reason": None} | provenance | built

@@ -258,7 +258,7 @@ def test_too_little_space_is_refused_with_numbers(k3, tmp_path, monkeypatch):
     monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(Refused, match=r"GB are needed for 3 shards, 0\.00 GB are free"):
         engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"))
-    assert not list((tmp_path / ".out.partial").glob("*.safetensors"))
+    assert not list((tmp_path / ".out.partial").rglob("*.safetensors"))
 
 
 def test_source_and_target_must_differ_and_workers_be_positive(mine):

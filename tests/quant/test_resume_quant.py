@@ -29,12 +29,17 @@ def uninterrupted(k3, tmp_path_factory):
     return engine.requantize(k3, tmp_path_factory.mktemp("whole") / "out", RECIPE)["files"]
 
 
-def slow_run(source, target, workers, log):
-    """The engine at a few kilobytes a millisecond; tells ``log`` which process starts which shard."""
+WRITES = FORK.Value("q", 0)
+
+
+def logged_run(source, target, workers, log):
+    """The engine; counts its writes, and tells ``log`` which process starts which shard."""
     write, convert = streaming.Writer.write, engine.convert_shard
 
-    def slow_write(self, data):
-        time.sleep(0.001)
+    def counted(self, data):
+        time.sleep(0.0005)
+        with WRITES.get_lock():
+            WRITES.value += 1
         write(self, data)
 
     def logged(source, target, shard, *rest):
@@ -42,16 +47,27 @@ def slow_run(source, target, workers, log):
             stream.write(f"{os.getpid()} {shard.name}\n")
         return convert(source, target, shard, *rest)
 
-    streaming.Writer.write, engine.convert_shard = slow_write, logged
+    streaming.Writer.write, engine.convert_shard = counted, logged
     engine.requantize(source, target, RECIPE, workers=workers)
+
+
+def run_and_kill(source, target, workers, log, at_write):
+    """Kill the run with -9 when it has written ``at_write`` times (never, for ``None``)."""
+    WRITES.value = 0
+    process = FORK.Process(target=logged_run, args=(source, target, workers, log))
+    process.start()
+    while process.is_alive() and (at_write is None or WRITES.value < at_write):
+        time.sleep(0.0002)
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
         return False
-    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
 
 
 def recorded(target):
@@ -61,40 +77,28 @@ def recorded(target):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kill_9_at_random_moments(k3, uninterrupted, tmp_path, workers):
-    started = time.monotonic()
-    slow_run_process(k3, tmp_path / "timing", workers, tmp_path / "log", None)
-    duration = time.monotonic() - started
-    assert manifest.build(tmp_path / "timing")["files"] == uninterrupted
-    rng, caught = random.Random(workers), 0
+    run_and_kill(k3, tmp_path / "whole", workers, tmp_path / "log", None)
+    assert manifest.build(tmp_path / "whole")["files"] == uninterrupted
+    writes, rng, caught = WRITES.value, random.Random(workers), 0
     for attempt in range(10):
         target, log = tmp_path / f"out{attempt}", tmp_path / f"log{attempt}"
-        slow_run_process(k3, target, workers, log, rng.uniform(0.02, duration))
-        pids = {int(line.split()[0]) for line in log.read_text().splitlines()} if log.exists() else set()
+        run_and_kill(k3, target, workers, log, rng.randrange(1, writes))
+        lines = log.read_text().splitlines()
         deadline = time.monotonic() + 5
-        while any(map(alive, pids)) and time.monotonic() < deadline:
+        while any(alive(line.split()[0]) for line in lines) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not any(map(alive, pids)), "a worker outlived its parent"
-        if target.exists():
+        assert not any(alive(line.split()[0]) for line in lines), "a worker outlived its parent"
+        if target.exists():  # the machine was slow to kill
             assert manifest.build(target)["files"] == uninterrupted
             continue
         caught += 1
         done = recorded(target)
-        begun = len(log.read_text().splitlines()) if log.exists() else 0
-        assert begun - len(done) <= workers, "more than the shards in flight were lost"
+        assert len(lines) - len(done) <= workers, "more than the shards in flight were lost"
         report = engine.requantize(k3, target, RECIPE)
         assert report["files"] == uninterrupted
         assert report["run"]["shards_resumed"] == len(done)
         assert not list(tmp_path.glob(f".{target.name}*"))
     assert caught >= 6, "most kills must have hit the run"
-
-
-def slow_run_process(source, target, workers, log, kill_after):
-    process = FORK.Process(target=slow_run, args=(source, target, workers, log))
-    process.start()
-    process.join(kill_after)
-    if process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
-    process.join()
 
 
 @pytest.fixture
@@ -158,9 +162,9 @@ def test_a_touched_but_equal_source_shard_is_recognised_by_its_hash(interrupted,
 
 def test_a_lost_or_cut_output_is_done_again(interrupted, uninterrupted):
     source, target, calls = interrupted
-    partial = target.parent / f".{target.name}.partial"
-    (partial / calls[0]).unlink()
-    os.truncate(partial / calls[1], 100)
+    output = target.parent / f".{target.name}.partial" / engine.OUTPUT
+    (output / calls[0]).unlink()
+    os.truncate(output / calls[1], 100)
     report = engine.requantize(source, target, RECIPE)
     assert report["run"]["shards_done"] == SHARDS and report["files"] == uninterrupted
 
@@ -171,15 +175,46 @@ def test_after_a_reboot_an_output_must_prove_itself_by_hash(interrupted, uninter
     for name in calls:
         record = partial / engine.RECORDS / f"{name}.json"
         record.write_text(json.dumps(json.loads(record.read_text()) | {"boot_id": "another"}))
-    size = (partial / calls[0]).stat().st_size
-    (partial / calls[0]).write_bytes(bytes(size))  # a power failure leaves zeros of the right size
+    size = (partial / engine.OUTPUT / calls[0]).stat().st_size
+    (partial / engine.OUTPUT / calls[0]).write_bytes(bytes(size))  # a power failure leaves zeros of the right size
     report = engine.requantize(source, target, RECIPE)
     assert report["run"]["shards_resumed"] == 1 and report["files"] == uninterrupted
 
 
 def test_left_overs_of_an_earlier_attempt_are_not_carried_into_the_target(interrupted):
     source, target, _ = interrupted
-    partial = target.parent / f".{target.name}.partial"
-    (partial / "model-99999-of-99999.safetensors").write_bytes(b"x")
+    output = target.parent / f".{target.name}.partial" / engine.OUTPUT
+    (output / "model-99999-of-99999.safetensors").write_bytes(b"x")
     engine.requantize(source, target, RECIPE)
     assert not list(target.glob("*99999*")) and not list(target.glob(".*"))
+
+
+def test_a_second_run_over_a_finished_target_does_nothing(k3, tmp_path):
+    first = engine.requantize(k3, tmp_path / "out", RECIPE)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    for listed in (None, first["source"]):
+        second = engine.requantize(k3, tmp_path / "out", RECIPE, source_manifest=listed)
+        assert second.pop("run")["shards_done"] == 0
+        assert second == {key: value for key, value in first.items() if key != "run"}
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("damage", ["source", "output cut", "config", "file lost"])
+def test_a_finished_target_that_no_longer_holds_is_made_again(k3, uninterrupted, tmp_path, damage):
+    source, target = shutil.copytree(k3, tmp_path / "source"), tmp_path / "out"
+    engine.requantize(source, target, RECIPE)
+    shard = f"model-00001-of-{SHARDS:06d}.safetensors"
+    if damage == "source":
+        raw = bytearray((source / shard).read_bytes())
+        raw[-1] ^= 1
+        (source / shard).write_bytes(raw)
+    elif damage == "output cut":
+        os.truncate(target / shard, 100)
+    elif damage == "config":
+        fixtures.edit_json(target, "config.json", lambda c: c.pop("quantization_config"))
+    else:
+        (target / "LICENSE").unlink()
+    report = engine.requantize(source, target, RECIPE)
+    assert report["run"]["shards_done"] == SHARDS
+    assert (report["files"] == uninterrupted) is (damage != "source")
