@@ -299,7 +299,8 @@ def failure(name: str, step: str, code: int, output: str, log: Path) -> str:
         ),
         ("ensurepip", "this Python lacks its venv module: on Debian and Ubuntu it is in the package python3.11-venv"),
     )
-    lines = [line for line in output.splitlines() if line.strip() and "is ignored: it is neither a file" not in line]
+    noise = r"\s*$|WARNING: Location .* is ignored|WARNING: Retrying \(Retry\(total=[1-9]"
+    lines = [line for line in output.splitlines() if not re.match(noise, line)]
     network = r"No matching distribution|Connection|NameResolution|name resolution|Name or service|timed out|ProxyError"
     for sign, text in remedies:
         if sign in output:

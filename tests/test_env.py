@@ -444,6 +444,25 @@ def test_offline_error_names_environment_pips_words_and_remedies(real_pip):
     assert "K3Q_TORCH_INDEX" in message and "python3 -m pipeline env make full" in message
 
 
+def test_error_keeps_the_last_retry_and_pips_verdict(tmp_path):
+    output = "\n".join(
+        [
+            "WARNING: Location 'file:///index/alpha/' is ignored: it is neither a file nor a directory.",
+            *(
+                f"WARNING: Retrying (Retry(total={left}, connect=None)) after connection broken"
+                for left in range(30, -1, -1)
+            ),
+            "",
+            "ERROR: No matching distribution found for alpha==1.0",
+        ]
+    )
+    message = env_make.failure("plain", "packages", 1, output, tmp_path / "log")
+    assert [line for line in message.splitlines() if line.startswith("  | ")] == [
+        "  | WARNING: Retrying (Retry(total=0, connect=None)) after connection broken",
+        "  | ERROR: No matching distribution found for alpha==1.0",
+    ]
+
+
 def test_offline_packages_point_to_carried_wheels_which_then_work(real_pip, monkeypatch):
     with pytest.raises(env_make.NotMade) as failed:
         env.ensure("plain")

@@ -111,3 +111,20 @@ def test_both_serving_environments_read_checkpoints_with_the_same_code():
 
 def test_pytest_is_everywhere():
     assert all("pytest" in env_facts.locked_versions(name) for name in NAMES)
+
+
+def test_licence_table_names_everything_asked_for_at_its_locked_version():
+    rows = re.findall(
+        r"^\| (\S+) \| ([^|]+) \| [^|]*[a-zA-Z][^|]* \| ([^|]+) \|$", (FOLDER / "README.md").read_text(), re.M
+    )
+    table = {(canonicalize_name(package), name): text for package, text, names in rows for name in names.split(", ")}
+    expected = {
+        (canonicalize_name(requirement.name), name)
+        for name in env_facts.DEFAULT
+        for requirement in asked(name)
+        if requirement.name != "python-dateutil"  # a limit on somebody else's dependency
+    }
+    assert expected <= set(table)
+    for package, name in expected:
+        version = env_facts.locked_versions(name).get(package, env_facts.TORCH_VERSION)
+        assert version in table[package, name], f"{package} in {name}: the table says {table[package, name]}"
