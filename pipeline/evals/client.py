@@ -21,6 +21,7 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 from pipeline.errors import Invalid
 from pipeline.evals.endpoint import ServerDied, alive
 from pipeline.evals.journal import Journal, Record, failed
+from pipeline.evals.scoring import visible_answer
 
 BACKOFF_S, BACKOFF_LIMIT_S = 0.2, 5.0
 
@@ -35,6 +36,7 @@ class Transport:
     retries: int
     failures_in_a_row: int
     concurrency: int
+    thinking: bool = False
     describe: Callable[[str], str] = lambda prompt_hash: prompt_hash[:12]
     """Names an item in messages, from its prompt hash."""
     known: Mapping[str, Any] | None = None
@@ -112,12 +114,12 @@ def _record(prompt_hash: str, body: bytes, sent_tokens: int | None, latency_s: f
 
 def prompt_hash_of(context: Any) -> str:
     """The key of a request: SHA-256 of the prompt, or of the user's message where a chat holds nothing else."""
-    text = getattr(context, "prompt", context)
-    if text is not context:  # lm-eval's JsonChatStr
-        turns = json.loads(text)
-        if len(turns) == 1:
-            content = turns[0]["content"]
-            text = content if isinstance(content, str) else text
+    if isinstance(context, str):
+        return hashlib.sha256(context.encode()).hexdigest()
+    (text,) = context  # lm-eval's JsonChatStr, a tuple of the turns as JSON
+    turns = json.loads(text)
+    if len(turns) == 1 and isinstance(turns[0]["content"], str):
+        text = turns[0]["content"]
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -143,7 +145,8 @@ class _Recorded:
         sent = len(messages[0]) if self.tokenized_requests else None
         async with self._turn:
             record = await self.transport.ask(session, self.base_url, self.header, payload, prompt_hash_of(context), sent)
-        return [record.text or ""]
+        answer = visible_answer(record.text, record.finish_reason, thinking=self.transport.thinking, reasoning=record.reasoning)
+        return [answer or ""]
 
 
 class RecordedCompletions(_Recorded, LocalCompletionsAPI):

@@ -61,6 +61,8 @@ def generate(tokenizer_dir: Path | str, settings: EvalSettings | dict, out_dir: 
     Raises :class:`Refused` when a family does not fit a length or a prompt cannot be sized within the tolerance.
     """
     settings, out_dir = parse(settings), Path(out_dir)
+    if settings.tasks == "hub":
+        return _nothing(settings, out_dir)
     tokenizer = ServedTokenizer(tokenizer_dir, trust_remote_code=settings.trust_remote_code)
     languages = _languages(tokenizer.directory, settings)
     items = [item for family in settings.items for length in settings.lengths
@@ -71,6 +73,15 @@ def generate(tokenizer_dir: Path | str, settings: EvalSettings | dict, out_dir: 
                       if repeated else "the settings select no item at all (qa needs a natural language)")
     write_text(out_dir / ITEMS, "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items))
     meta = _meta(tokenizer, settings, items) | {"items_sha256": sha256_file(out_dir / ITEMS)}
+    write_json(out_dir / META, meta)
+    return meta
+
+
+def _nothing(settings: EvalSettings, out_dir: Path) -> dict[str, Any]:
+    """lm-eval fetches the hub's tasks itself; what stands here only says so."""
+    write_text(out_dir / ITEMS, "")
+    meta = {"key": sha256_json(settings.model_dump(mode="json")), "items_total": 0, "items_by_family": {},
+            "items_sha256": sha256_file(out_dir / ITEMS), "hub_tasks": list(settings.hub.tasks)}
     write_json(out_dir / META, meta)
     return meta
 

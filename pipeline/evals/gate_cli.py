@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import EXIT_GOOD, EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_REFUSED, Unreadable
 from pipeline.files import read_json
 
-METRICS = Path("metrics/variants")
+METRICS = Path("metrics/comparisons")
 EXIT_CODES = {"pass": EXIT_GOOD, "reference": EXIT_GOOD, "fail": EXIT_REFUSED, "inconclusive": EXIT_INCONCLUSIVE,
               "not_gateable": EXIT_INCONCLUSIVE, "invalid": EXIT_INVALID, "not_comparable": EXIT_INVALID}
 WORST_FIRST = (EXIT_REFUSED, EXIT_INVALID, EXIT_INCONCLUSIVE)
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m pipeline gate", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="*", help="variants to judge, e.g. fp8-auto (default: all that were compared)")
-    parser.add_argument("--metrics", type=Path, default=METRICS, help=f"folder of the variants' JSON (default {METRICS})")
+    parser.add_argument("--metrics", type=Path, default=METRICS, help=f"folder of the comparisons (default {METRICS})")
     parser.add_argument("--json", action="store_true", help="print the whole decision as JSON")
     arguments = parser.parse_args(argv)
     decision = decide(read_blocks(arguments.metrics), arguments.variants)
@@ -34,15 +34,14 @@ def main(argv: list[str]) -> int:
 
 
 def read_blocks(folder: Path) -> dict[str, dict[str, Any]]:
-    """The ``comparison`` block of every variant in ``folder``."""
+    """The comparison of every variant in ``folder``, each in a file of its own."""
     blocks = {}
     for path in sorted(folder.glob("*.json")):
-        content = read_json(path)
-        block = content.get("comparison") if isinstance(content, dict) else None
-        blocks[path.stem] = block if isinstance(block, dict) else {
+        block = read_json(path)
+        blocks[path.stem] = block if isinstance(block, dict) and block.get("verdict") in EXIT_CODES else {
             "status": "not_comparable", "verdict": "not_comparable", "reason": f"{path}: holds no comparison"}
     if not blocks:
-        raise Unreadable(f"{folder}: no variant was measured; `python3 -m pipeline repro` makes them")
+        raise Unreadable(f"{folder}: no variant was compared; `python3 -m pipeline repro` makes them")
     return blocks
 
 
@@ -50,7 +49,7 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
     """The decision over ``wanted`` variants (all when empty).  The baseline comes first: without it nobody is judged."""
     unknown = sorted(set(wanted) - blocks.keys())
     if unknown:
-        raise Unreadable(f"not measured: {', '.join(unknown)}; there are {', '.join(blocks)}")
+        raise Unreadable(f"not compared: {', '.join(unknown)}; there are {', '.join(blocks)}")
     references = {name: block for name, block in blocks.items() if block.get("verdict") == "reference"}
     chosen = {name: blocks[name] for name in wanted or blocks}
     if (fault := _baseline_fault(blocks, references)) is not None:

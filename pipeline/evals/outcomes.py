@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.evals.dataset import Item
-from pipeline.evals.scoring import THINK_CLOSE, Score, answer_part, score
+from pipeline.evals.scoring import Score, score, visible_answer
 
 SCORED = ("correct", "incorrect")
 UNSCORED = ("unfinished", "empty", "degenerate", "stuck", "error")
@@ -34,30 +34,30 @@ class Outcome:
 
 def classify(item: Item, text: str | None, finish_reason: str | None, *, thinking: bool = False, error: str | None = None,
              stuck: bool = False, reasoning: str | None = None) -> Outcome:
-    """Class of one completion.
-
-    ``thinking``: the model thinks first, so a text cut by the token limit without the closing tag is all thinking, even
-    where the chat template opened the tag.  ``reasoning`` is what a reasoning parser took out of ``text``.
-    """
-    text = text or ""
-    open_ended = answer_part(text) is None or (
-        thinking and finish_reason == "length" and THINK_CLOSE not in text and not reasoning)
-    result = score("" if open_ended else text, item)
+    """Class of one completion of a generated item; see :func:`pipeline.evals.scoring.visible_answer` for the arguments."""
+    answer = visible_answer(text, finish_reason, thinking=thinking, reasoning=reasoning)
     repeats = degeneration(text or reasoning or "", item) is not None
-    return Outcome(_kind(text, finish_reason, result, repeats, open_ended, error, stuck, reasoning), result, repeats)
+    return classify_scored(score(answer, item), answer, finish_reason, repeats=repeats, error=error, stuck=stuck,
+                           reasoning=reasoning)
 
 
-def _kind(text: str, finish_reason: str | None, result: Score, repeats: bool, open_ended: bool, error: str | None,
-          stuck: bool, reasoning: str | None) -> str:
+def classify_scored(result: Score, answer: str | None, finish_reason: str | None, *, repeats: bool, error: str | None = None,
+                    stuck: bool = False, reasoning: str | None = None) -> Outcome:
+    """Class of one completion whose visible ``answer`` (``None``: never reached) was scored by whoever knows the task."""
+    return Outcome(_kind(result, answer, finish_reason, repeats, error, stuck, reasoning), result, repeats)
+
+
+def _kind(result: Score, answer: str | None, finish_reason: str | None, repeats: bool, error: str | None, stuck: bool,
+          reasoning: str | None) -> str:
     if stuck or error is not None:
         return "stuck" if stuck else "error"
     if result.correct:
         return "correct"
     if repeats:
         return "degenerate"
-    if open_ended:
+    if answer is None:
         return "unfinished"
-    if not (answer_part(text) or "").strip():
+    if not answer.strip():
         return "unfinished" if finish_reason == "length" and (reasoning or "").strip() else "empty"
     # Everything said so far is right and the limit cut it: the budget is at fault, not the model.
     cut_short = finish_reason == "length" and not result.complete and sum(result.hits) == result.found > 0

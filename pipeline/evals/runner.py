@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Invalid, Refused
-from pipeline.evals import dataset, endpoint
+from pipeline.evals import dataset, endpoint, fidelity
 from pipeline.evals.accuracy import report
 from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied
@@ -29,7 +29,8 @@ AGREEMENT = 1e-9
 def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Path | str, settings: EvalSettings | dict,
              out_dir: Path | str, *, conditions: dict[str, Any] | None = None,
              journal_dir: Path | str | None = None) -> dict[str, Any]:
-    """Ask every item of ``dataset_dir`` and write ``accuracy.json``, ``samples.jsonl`` and ``lm_eval.json`` to ``out_dir``.
+    """Ask every item of ``dataset_dir``; ``out_dir`` gets ``accuracy.json``, ``samples.jsonl``, ``lm_eval.json`` and, where
+    asked for, ``logprobs.jsonl.gz``.
 
     ``conditions`` says what was served and on what (checkpoint hash, kv dtype, tensor_parallel_size, software ...): it is
     kept with the samples, comparisons demand it equal where it must be, and an interrupted run is resumed only under the
@@ -41,6 +42,10 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: 
     :class:`ServerDied` when the server is gone, with all that was answered kept for the next run.
     """
     settings, out_dir, url = parse(settings), Path(out_dir), endpoint.root(base_url)
+    if settings.tasks == "hub":
+        from pipeline.evals import hub
+
+        return hub.evaluate(url, model, tokenizer_dir, settings, out_dir, conditions=conditions, journal_dir=journal_dir)
     items, meta = dataset.load(dataset_dir)
     _check_dataset(meta, tokenizer_dir, settings)
     limit = endpoint.max_model_len(url, model, settings.max_model_len)
@@ -62,17 +67,30 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: 
             write_json(out_dir / RESULT, death.result)
             raise
         result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
-        _check_agreement(results, items, journal)
         samples = samples_of(items, journal, settings)
+        _check_agreement(results, items, samples)
         head = {"kind": "header", "dataset_key": meta["key"], "conditions": conditions, "model": model,
                 "status": result["status"], "reason": result["reason"]}
         write_text(out_dir / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *samples]))
+        result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
         write_json(out_dir / LM_EVAL, {"results": results["results"], "versions": results["versions"]})
         write_json(out_dir / RESULT, result)
         finished = result["outcomes"]["error"] == result["outcomes"]["stuck"] == 0
         return result
     finally:
         journal.close(finished=finished)
+
+
+def _logprobs(url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Path | str, settings: EvalSettings, out_dir: Path,
+              conditions: dict[str, Any]) -> dict[str, Any]:
+    """Record log-probabilities beside the samples; a server that gives none costs the fidelity figures, not the accuracy."""
+    if not settings.fidelity.prompts_per_length or settings.endpoint != "completions":
+        return {"status": "not_comparable", "reason": "not asked for", "file": None}
+    try:
+        path = fidelity.record(url, model, tokenizer_dir, dataset_dir, settings, out_dir / fidelity.FILE, conditions=conditions)
+    except Invalid as error:
+        return {"status": "not_comparable", "reason": str(error), "file": None}
+    return {"status": "valid", "reason": None, "file": path.name}
 
 
 def _answered(journal: Journal, item: Item) -> bool:
@@ -209,15 +227,13 @@ def _arrived_whole(sample: dict[str, Any]) -> bool:
     return sample["server_prompt_tokens"] == sample["prompt_tokens"] and sent in (None, sample["prompt_tokens"])
 
 
-def _check_agreement(results: dict[str, Any], items: list[Item], journal: Journal) -> None:
+def _check_agreement(results: dict[str, Any], items: list[Item], samples: list[dict[str, Any]]) -> None:
     """lm-eval's mean of each task must be ours, computed from the journal; else one of the two is broken."""
-    from pipeline.evals.scoring import score
     from pipeline.evals.tasks import task_name
 
     groups: dict[str, list[float]] = {}
-    for item in items:
-        text = journal.records[item.prompt_hash].text or ""
-        groups.setdefault(task_name(item), []).append(score(text, item).score)
+    for item, sample in zip(items, samples, strict=True):
+        groups.setdefault(task_name(item), []).append(sample["score"])
     for name, scores in groups.items():
         theirs, ours = results["results"][name]["score,none"], sum(scores) / len(scores)
         if abs(theirs - ours) > AGREEMENT:

@@ -33,6 +33,18 @@ def answer_part(text: str) -> str | None:
     return None if THINK_OPEN in text else text
 
 
+def visible_answer(text: str | None, finish_reason: str | None, *, thinking: bool, reasoning: str | None = None) -> str | None:
+    """The part of a completion that may be scored, ``None`` when the model never came to its answer.
+
+    ``thinking``: the model thinks first, so a text that the token limit cut before the closing tag is all thinking, even
+    where the chat template opened the tag.  ``reasoning`` is what the server's reasoning parser took out of ``text``.
+    """
+    text = text or ""
+    if thinking and finish_reason == "length" and THINK_CLOSE not in text and not reasoning:
+        return None
+    return answer_part(text)
+
+
 def extract(text: str, item: Item) -> list[str]:
     """Candidate values of the answer in order of appearance."""
     if item.terminator:
@@ -40,9 +52,8 @@ def extract(text: str, item: Item) -> list[str]:
     return re.findall(item.pattern, text)
 
 
-def score(text: str, item: Item) -> Score:
-    """Score a completion; an open thinking part has no answer yet."""
-    answer = answer_part(text)
+def score(answer: str | None, item: Item) -> Score:
+    """Score the visible answer; ``None`` scores nothing."""
     found = extract(answer, item) if answer is not None else []
     hits = {"exact": _exact, "set": _set, "sequence": _sequence}[item.order](found, item.targets)
     value = sum(hits) / len(hits)

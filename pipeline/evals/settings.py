@@ -73,7 +73,7 @@ class EvalSettings(Strict):
     """Items of a family at each length (or ``{length: items}``), dealt out over languages, depths and seeds in turn."""
     recall_items: int = Field(64, ge=2)
     """List length of ordered recall."""
-    recall_correct_at: Annotated[float, Field(gt=0, le=1)] = 0.95
+    recall_correct_at: Annotated[float, Field(gt=0, le=1)] = 0.90
     """Share of the list, in order, from which an ordered recall counts as correct."""
     length_tolerance: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
     stop: bool = True

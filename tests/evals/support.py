@@ -15,6 +15,7 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
 SETTINGS: dict[str, Any] = {
     "name": "test", "lengths": [256, 384], "depths": [0.0, 0.5, 1.0], "seeds": [0, 1],
     "items": {"single": 6, "multi_key": 6, "ordered_recall": 3}, "concurrency": 4, "retries": 1, "deadline_s": 20.0,
+    "fidelity": {"prompts_per_length": 0},
 }
 
 

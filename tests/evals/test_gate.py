@@ -61,12 +61,12 @@ def test_reference_files_of_other_shapes():
 
 @pytest.fixture
 def metrics(tmp_path):
-    folder = tmp_path / "variants"
+    folder = tmp_path / "comparisons"
     folder.mkdir()
 
     def write(**blocks):
         for name, block in blocks.items():
-            (folder / f"{name.replace('__', '-')}.json").write_text(json.dumps({"status": "valid", "comparison": block}))
+            (folder / f"{name.replace('__', '-')}.json").write_text(json.dumps(block))
         return ["--metrics", str(folder)]
 
     return write
@@ -111,10 +111,10 @@ def test_one_variant_alone_and_json(metrics, capsys):
     decision = json.loads(capsys.readouterr().out)
     assert decision["verdict"] == "pass" and list(decision["variants"]) == ["fp8-auto"]
     assert decision["baseline"]["native-auto"]["verdict"] == "pass"
-    with pytest.raises(Unreadable, match="not measured: nvfp4-auto"):
+    with pytest.raises(Unreadable, match="not compared: nvfp4-auto"):
         gate_cli.main([*arguments, "nvfp4-auto"])
 
 
 def test_nothing_to_judge_is_unreadable(tmp_path):
-    with pytest.raises(Unreadable, match="no variant was measured"):
+    with pytest.raises(Unreadable, match="no variant was compared"):
         gate_cli.main(["--metrics", str(tmp_path)])
