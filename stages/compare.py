@@ -1,8 +1,11 @@
 """metrics/variants/<variant>.json: one row of the table; metrics/comparisons/<variant>.json: its verdict against native."""
 
+from dataclasses import asdict
+
 from pipeline import params, stage
 from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare
+from pipeline.evals.fidelity import compare_logprobs
 from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.plan.predict import compare as compare_memory
@@ -19,12 +22,16 @@ def main(name: str) -> None:
     if variant == REFERENCE:
         comparison = reference(samples, model["reference_scores"], gates)
     else:
-        comparison = compare(f"metrics/samples/{REFERENCE.name}.jsonl", samples, gates)
+        logprobs = [f"metrics/logprobs/{each}.jsonl.gz" for each in (REFERENCE.name, name)]
+        distance = compare_logprobs(*logprobs, buckets=tuple(params.load("eval")["fidelity"]["position_buckets"]))
+        comparison = compare(f"metrics/samples/{REFERENCE.name}.jsonl", samples, gates, fidelity=distance)
     bench = read_json(f"metrics/bench/{name}.json")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     recipe = params.load("quant")["schemes"][variant.quant]
     expected = predicted(model["path"], machine, variant.quant, variant.kv, recipe=recipe)
-    comparison["memory"] = [row.to_dict() for row in compare_memory(expected, bench["memory"])]
+    figures = compare_memory(expected, bench["memory"])
+    comparison["memory"] = [asdict(figure) for figure in figures]
+    comparison["memory_findings"] = [str(figure) for figure in figures if figure.beyond]
     row = build_row(
         read_json(f"metrics/evals/{name}.json"),
         bench,

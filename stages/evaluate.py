@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pipeline import params, stage, store
-from pipeline.evals import runner
+from pipeline.evals import fidelity, runner
 from pipeline.evals.runs import NEEDED, load_run
 from pipeline.evals.settings import parse
 from pipeline.files import read_json, sha256_json, write_json, write_text
@@ -29,18 +29,20 @@ def main(name: str) -> None:
         "tensor_parallel_size": machine.tensor_parallel,
         "software": sha256_json(software),
     }
-    samples = Path("data/samples") / name
+    settings, samples = parse(params.load("eval")), Path("data/samples") / name
     with running(request, Path("data/logs") / f"evaluate-{name}.log") as server:
         result = runner.evaluate(
             server.base_url,
             server.model,
             model["path"],
             Path("data/eval"),
-            parse(params.load("eval")),
+            settings,
             samples,
             conditions=conditions,
             journal_dir=Path(".cache/journals") / name,
         )
+        logprobs = f"metrics/logprobs/{name}.jsonl.gz"
+        fidelity.record(server.base_url, server.model, model["path"], Path("data/eval"), settings, logprobs, conditions=conditions)
         result["server"] = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
     run = load_run(samples / runner.SAMPLES)
     rows = [{key: row[key] for key in sorted(NEEDED)} for row in run.rows]  # without the texts: small enough for git

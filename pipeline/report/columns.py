@@ -30,6 +30,7 @@ COLUMNS = (
     Column("status", "status", str),
     Column("verdict", "against native", str),
     Column("accuracy", "accuracy", "{:.3f}".format, "higher"),
+    Column("kl_to_native", "KL to native, nats", "{:.1e}".format, "lower"),
     Column("output_tok_s", "output tok/s", "{:.0f}".format, "higher"),
     Column("ttft_ms_p50", "TTFT p50 ms", "{:.0f}".format, "lower"),
     Column("weight_bytes", "weights", binary, "lower"),

@@ -15,6 +15,7 @@ def build_row(
     """
     reasons = [f"{part}: {result['reason']}" for part, result in (("eval", evaluation), ("bench", bench)) if result["reason"]]
     invalid = any(result["status"] != "valid" for result in (evaluation, bench))
+    fidelity = comparison.get("fidelity") or {}
     memory, damage = bench["memory_summary"], quantization.get("damage") or {}
     return {
         "status": "invalid" if invalid else "valid",
@@ -23,6 +24,8 @@ def build_row(
         "accuracy": evaluation["accuracy"],
         "accuracy_stderr": evaluation["accuracy_stderr"],
         "items": evaluation["n"],
+        "kl_to_native": fidelity.get("kl_mean"),
+        "top1_agreement": fidelity.get("top1_agreement"),
         "output_tok_s": bench["output_tok_s"],
         "ttft_ms_p50": bench["ttft_ms_p50"],
         "tpot_ms_p50": bench["tpot_ms_p50"],
@@ -33,6 +36,7 @@ def build_row(
         "kv_scales": kv["label"],
         "state_bytes_per_sequence": memory["state_bytes_per_sequence"],
         "activation_peak_bytes": memory["activation_peak_bytes"],
+        "memory_findings": len(comparison["memory_findings"]),
         "load_s": bench["load"]["load_s"],
         "exact_fraction": damage.get("total", {}).get("exact_fraction"),
     }

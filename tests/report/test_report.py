@@ -14,6 +14,7 @@ ROW = {
     "reason": None,
     "verdict": "pass",
     "accuracy": 0.9583333,
+    "kl_to_native": 0.0004,
     "output_tok_s": 123.4,
     "ttft_ms_p50": 56.7,
     "weight_bytes": 6 << 20,
@@ -31,7 +32,7 @@ def rows():
 
 def test_native_comes_first_and_an_unread_figure_is_a_dash(rows):
     lines = markdown(rows).splitlines()
-    assert lines[2].startswith("| native-auto | valid | pass | 0.958 | 123 | 57 | 6.00 MiB | 576 B | 65,536 |")
+    assert lines[2].startswith("| native-auto | valid | pass | 0.958 | 4.0e-04 | 123 | 57 | 6.00 MiB | 576 B | 65,536 |")
     assert lines[3].startswith("| fp8-auto | invalid")
     assert lines[2].endswith("| — |")
 
