@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -32,6 +33,9 @@ from pipeline.quant.streaming import convert_shard
 
 RECORDS, OUTPUT, LOCK = "records", "checkpoint", "lock"  # inside the work directory
 LOCK_PATIENCE_S = 2.0
+
+# tqdm's own lock is shared with forked processes; one that is killed while it holds it would stop all the others.
+tqdm.set_lock(threading.RLock())
 
 
 def requantize(
@@ -240,7 +244,7 @@ def _convert_all(plan: Plan, todo: list[ShardPlan], work: Path, workers: int) ->
         with tqdm(**bar) as shown:
             while pending:
                 finished, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                shown.update(counter.value - shown.n)
+                shown.update(counter.get_obj().value - shown.n)  # without the lock, which a killed worker may hold
                 for future in finished:
                     yield pending.pop(future), future.result()
     except BrokenProcessPool:
