@@ -60,32 +60,30 @@ class Words:
 
 @dataclass
 class Event:
-    """One statement or question at a time; ``classes`` are the loss classes of its tokens; hints see below."""
+    """One statement or question at a time; ``classes`` are the loss classes of its tokens, ``hints`` see below."""
 
     time: float
     tokens: list[int]
     classes: list[int]
     hints: dict[int, int]
-    subjects: dict[int, int]
 
 
 @dataclass
 class Document:
     """Events under construction.
 
-    A hint says which token the model should have in mind half-way (after the recurrent layers) at a place: the end of an
-    alias statement hints at the value that it stands for, a repeated key's value at the value before, the places where
-    several values are due at the key whose turn it is.  A subject is, likewise, the key that a place is about.  Training
-    reads both with heads of its own, which are thrown away; they turn each two-step question into two one-step ones.
+    A hint says which token the model should have in mind half-way (after the recurrent layers) at a place: an alias
+    statement's last name hints at the value it stands for, a repeated key's value at the value before.  Training reads
+    hints with a head of its own, which is thrown away; it turns each two-step question into two one-step ones.
     """
 
     events: list[Event] = field(default_factory=list)
     room: int = 0  # tokens used so far
 
     def add(self, time: float, tokens: list[int], answers: range = range(0), kind: int = ANSWER,
-            hints: dict[int, int] | None = None, subjects: dict[int, int] | None = None) -> None:
+            hints: dict[int, int] | None = None) -> None:
         classes = [kind if place in answers else NOTHING for place in range(len(tokens))]
-        self.events.append(Event(time, tokens, classes, hints or {}, subjects or {}))
+        self.events.append(Event(time, tokens, classes, hints or {}))
         self.room += len(tokens)
 
 
@@ -107,8 +105,7 @@ class Source:
 
     def _pair(self, doc: Document, key: int, value: int, time: float, before: int | None = None) -> None:
         mark = self.words.mark
-        doc.add(time, [key, mark["statement"], value, mark["end"]], hints={2: before or mark["multi_value"]},
-                subjects={2: key})
+        doc.add(time, [key, mark["statement"], value, mark["end"]], hints={2: before or mark["multi_value"]})
 
     def _ask(self, doc: Document, key: int, value: int, time: float) -> None:
         mark = self.words.mark
@@ -126,8 +123,7 @@ class Source:
         for key in keys[:aliases]:
             source, value, time = plain[self.draw.integers(len(plain))]
             time = time + (1 - time) * self.draw.random()
-            doc.add(time, [key, mark["statement"], mark["alias"], source, mark["end"]], hints={4: value},
-                    subjects={4: key})
+            doc.add(time, [key, mark["statement"], mark["alias"], source, mark["end"]], hints={3: value})
             asking.append((key, value, time))
         asking = asking * 3 + plain if aliases else plain
         for index in self.draw.integers(len(asking), size=round(asked * len(keys))):
@@ -153,7 +149,7 @@ class Source:
                 self._pair(doc, key, value, time, before)
             for _ in range(asked):
                 doc.add(self._later(times[-1], late), [mark["query"], key, mark["multi_value"], *values, mark["end"]],
-                        range(3, 4 + count), subjects=dict.fromkeys(range(2, 3 + count), key))
+                        range(3, 4 + count))
 
     def ordered(self, doc: Document, items: list[int], late: bool, after: float = 0.0, before: float = 1.0) -> None:
         mark, time = self.words.mark, after + (before - after) * 0.9 * self.draw.random()
@@ -185,7 +181,7 @@ class Source:
     # -- text --------------------------------------------------------------------------------------------------------
 
     def lay_out(self, doc: Document, length: int) -> np.ndarray:
-        """-> [4, length]: token ids, the loss class of each token, the hint and the subject at each token (-1: none).
+        """-> [3, length]: token ids, the loss class of each token, the hint at each token (-1: none).
 
         Filler goes before events; between the questions at the end there is none.
         """
@@ -196,17 +192,16 @@ class Source:
         early = sum(event.time <= 1 for event in events)
         cuts = np.sort(self.draw.integers(0, free + 1, size=early))
         gaps, start = np.diff(cuts, prepend=0, append=free), int(self.draw.integers(STREAM - length))
-        filler, rows, used, at = self.stream[start:start + free], np.zeros((4, length), dtype=np.int64), 0, 1
-        rows[0, 0], rows[2:] = self.words.bos, -1
-        for number, event in enumerate([*events, Event(9.0, [], [], {}, {})]):
+        filler, rows, used, at = self.stream[start:start + free], np.zeros((3, length), dtype=np.int64), 0, 1
+        rows[0, 0], rows[2] = self.words.bos, -1
+        for number, event in enumerate([*events, Event(9.0, [], [], {})]):
             # The last gap goes in front of the questions at the end, or to the end where there are none.
             gap = int(gaps[number]) if number < len(gaps) else 0
             rows[0, at:at + gap] = filler[used:used + gap]
             at, used = at + gap, used + gap
             rows[0, at:at + len(event.tokens)], rows[1, at:at + len(event.tokens)] = event.tokens, event.classes
-            for row, marks in ((2, event.hints), (3, event.subjects)):
-                for place, token in marks.items():
-                    rows[row, at + place] = token
+            for place, token in event.hints.items():
+                rows[2, at + place] = token
             at += len(event.tokens)
         return rows
 
@@ -260,7 +255,7 @@ class Source:
         return self.lay_out(doc, length)
 
     def batch(self, length: int, size: int) -> np.ndarray:
-        """-> [4, size, length]: token ids, loss classes, hints, subjects."""
+        """-> [3, size, length]: token ids, loss classes, hints."""
         return np.stack([self.training_document(length) for _ in range(size)], 1)
 
     # -- scoring -----------------------------------------------------------------------------------------------------
@@ -293,7 +288,7 @@ class Source:
             self.frequent(doc, keys[:4], 8, late=True)
         else:
             raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
-        ids, classes, *_ = self.lay_out(doc, length)
+        ids, classes, _ = self.lay_out(doc, length)
         start = int(np.flatnonzero(classes)[0])
         stop = int(np.flatnonzero(classes)[-1]) + 1
         return ids[:start], ids[start:stop]

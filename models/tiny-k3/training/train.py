@@ -24,9 +24,8 @@ from tasks import ANSWER, FAMILIES, ITEM, NOTHING, Source, Words
 # (share of the time, document length): a step takes this length, or now and then a shorter one seen before.
 CURRICULUM = ((0.08, 64), (0.22, 128), (0.2, 256), (0.2, 512), (0.14, 1024), (0.1, 2048), (0.06, 4096))
 LOSS_WEIGHT = {ANSWER: 1.0, ITEM: 0.7, NOTHING: 0.1}
-# Hints and subjects are read after the last recurrent layer, see tasks.Document; FIRST: "no value before this one".
-HINT, FIRST, SUBJECT = 3, 4, 5
-HINT_WEIGHT = {HINT: 0.5, FIRST: 0.05, SUBJECT: 0.2}
+HINT, FIRST = 3, 4  # hints are read after the last recurrent layer, see tasks.Document; FIRST: "no value before this"
+HINT_WEIGHT = {HINT: 0.5, FIRST: 0.05}
 NOT_MUON = ("embed_tokens", "lm_head", "gate.weight", "conv1d", "res_proj", ".b_proj")
 
 
@@ -90,29 +89,29 @@ def losses(logits: Tensor, ids: Tensor, classes: Tensor) -> tuple[Tensor, dict[i
 
 
 class HintReader(nn.Module):
-    """Predicts hints and subjects from the residual stream after the recurrent layers; used in training only."""
+    """Predicts the hinted token from the residual stream after the recurrent layers; used in training only."""
 
     def __init__(self, model: TinyK3, config: dict):
         super().__init__()
         self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        self.hint, self.subject = (linear(config["hidden_size"], config["vocab_size"]) for _ in range(2))
+        self.head = linear(config["hidden_size"], config["vocab_size"])
         self.stream: Tensor | None = None
         model.layers[len(config["linear_attn_config"]["kda_layers"]) - 1].register_forward_hook(self._keep)
 
     def _keep(self, layer: nn.Module, inputs: tuple, output: tuple) -> None:
         self.stream = output[0]
 
-    def losses(self, hints: Tensor, subjects: Tensor, first: int) -> tuple[Tensor, dict[int, tuple[float, float]]]:
-        """As :func:`losses`, at the marked places (-1: none); ``first`` is the token that hints at "the first value"."""
-        total, parts = self.stream.new_zeros(()), {}
-        for head, wanted, number, mask in ((self.hint, hints, HINT, (hints >= 0) & (hints != first)),
-                                           (self.hint, hints, FIRST, hints == first),
-                                           (self.subject, subjects, SUBJECT, subjects >= 0)):
+    def loss(self, hints: Tensor, first: int) -> tuple[Tensor, dict[int, tuple[float, float]]]:
+        """As :func:`losses`, at the hinted places (-1: none); ``first`` is the token that hints at "the first value"."""
+        places = hints >= 0
+        logits, wanted = self.head(self.norm(self.stream[places])).float(), hints[places]
+        entropy, right = F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
+        total, parts = logits.new_zeros(()), {}
+        for number, mask in ((HINT, wanted != first), (FIRST, wanted == first)):
             if mask.any():
-                logits = head(self.norm(self.stream[mask])).float()
-                mean = F.cross_entropy(logits, wanted[mask])
+                mean = entropy[mask].mean()
                 total = total + HINT_WEIGHT[number] * mean
-                parts[number] = (mean.item(), (logits.argmax(-1) == wanted[mask]).float().mean().item())
+                parts[number] = (mean.item(), right[mask].float().mean().item())
         return total, parts
 
 
@@ -161,13 +160,14 @@ def main() -> None:
             place = int(torch.randint(place + 1, (), generator=draw))
         length = CURRICULUM[place][1]
         size = max(1, 4096 // length)
-        ids, classes, hints, subjects = torch.from_numpy(source.batch(length, size))
+        ids, classes, hints = torch.from_numpy(source.batch(length, size))
         model.train_in_mxfp4(progress >= arguments.mxfp4_from)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(ids)
         loss, parts = losses(logits, ids, classes)
-        hint_loss, hint_parts = reader.losses(hints, subjects, words.mark["multi_value"])
-        loss, parts = loss + hint_loss, parts | hint_parts
+        if (hints >= 0).any():
+            hint_loss, hint_parts = reader.loss(hints, words.mark["multi_value"])
+            loss, parts = loss + hint_loss, parts | hint_parts
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss is {loss.item()} at step {step}")
         loss.backward()
