@@ -188,10 +188,9 @@ def main() -> int:
         reap()
         if ready:
             break
-    gone = any(fd in ready for fd in watched)
-    if sys.stdin in ready and not gone:
-        gone = not os.read(0, 4096)
-    survivors = end_family(server.pid, order["orphan_grace_s" if gone else "grace_s"], os.getpid(), hurry)
+    # The long grace is for an orderly stop alone; what a dead server or a dead stage left behind has nothing to finish.
+    stopping = sys.stdin in ready and bool(os.read(0, 4096)) and server_fd not in ready
+    survivors = end_family(server.pid, order["grace_s" if stopping else "orphan_grace_s"], os.getpid(), hurry)
     reap()
     _say({"exited": _ended.get(server.pid), "survivors": survivors})
     return 0

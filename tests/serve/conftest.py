@@ -36,7 +36,7 @@ def mock_settings(checkpoint, tmp_path):
     def make(**fields):
         chosen = {name[1:]: fields.pop(name) for name in list(fields) if name.startswith("_")}
         command = (sys.executable, str(MOCK), "--behaviour", json.dumps(fields), "--pid-file", str(tmp_path / "pids"))
-        defaults = {"start_allowance_s": 20.0, "heartbeat_s": 0.2, "stop_grace_s": 3.0}
+        defaults = {"start_allowance_s": 60.0, "heartbeat_s": 0.2, "stop_grace_s": 3.0}
         return ServerSettings(model=checkpoint, served_name="tiny", command=command, **(defaults | chosen))
 
     return make

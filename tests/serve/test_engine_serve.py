@@ -58,8 +58,9 @@ def test_memory_report(server):
 
 
 def test_prefix_hits_at_the_edges_of_a_block(server):
-    below, at, above = prefix_hits(server, boundary_lengths(BLOCK, 2), VOCABULARY)
-    assert below["hit_tokens"] == BLOCK and at["hit_tokens"] == above["hit_tokens"] == 2 * BLOCK
+    """One token short of a boundary loses everything: the recurrent state is kept only where a prefill chunk ended."""
+    found = prefix_hits(server, [*boundary_lengths(BLOCK), *boundary_lengths(BLOCK, 2)], VOCABULARY)
+    assert [point["hit_tokens"] for point in found] == [0, BLOCK, BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
 
 
 @pytest.mark.parametrize("cut", [300, BLOCK, BLOCK + 200, 2 * BLOCK + 1])

@@ -24,7 +24,7 @@ STAGE = """
     from pathlib import Path
     from pipeline.serve import ServerSettings, running
     here = Path({folder!r})
-    settings = ServerSettings(model=here / "checkpoint", served_name="tiny", start_allowance_s=20, stop_grace_s=1.0,
+    settings = ServerSettings(model=here / "checkpoint", served_name="tiny", start_allowance_s=60, stop_grace_s=1.0,
                               command=({python!r}, {mock!r}, "--behaviour", {behaviour!r}, "--pid-file", str(here / "pids")))
     with running(settings, here / "log") as server:
         (here / "stage.pid").write_text(str(__import__("os").getpid()))

@@ -14,7 +14,9 @@ from pipeline.serve import NotReady, ServerDied, ServerSettings, WrongModel, htt
 
 
 def pids(tmp_path):
-    return [int(line) for line in (tmp_path / "pids").read_text().split()]
+    """Pids of the stand-in and its child; none when it was ended before it had begun."""
+    path = tmp_path / "pids"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def living(numbers):
@@ -96,7 +98,7 @@ def test_the_time_out_follows_the_bytes(checkpoint, mock_settings, tmp_path):
     with pytest.raises(NotReady, match="not ready after 1 s .*1,000 bytes"):
         with running(slow, tmp_path / "log"):
             pass
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20, "far from the 30 s that the server would take"
     assert not living(pids(tmp_path))
 
 
@@ -109,12 +111,12 @@ def test_no_weights_is_said_before_anything_starts(tmp_path):
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_stop_ends_the_whole_group(mock_settings, tmp_path, stubborn):
-    with running(mock_settings(fork_child=True, ignore_sigterm=stubborn, _stop_grace_s=1.0), tmp_path / "log") as server:
+    with running(mock_settings(fork_child=True, ignore_sigterm=stubborn, _stop_grace_s=2.0), tmp_path / "log") as server:
         group = pids(tmp_path)
         assert len(group) == 2 and living(group) == group and server.pid == group[0]
         began = time.monotonic()
     assert not living(group)
-    assert (time.monotonic() - began >= 1.0) == stubborn, "SIGKILL only after the grace, and no grace for the obedient"
+    assert (time.monotonic() - began >= 2.0) == stubborn, "SIGKILL only after the grace, and no grace for the obedient"
 
 
 def test_a_killed_server_takes_its_children_along(mock_settings, tmp_path):
