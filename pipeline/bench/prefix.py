@@ -1,7 +1,7 @@
 """How many tokens of a shared prefix are served from the prefix cache, by prefix length.
 
-Hybrid models align their blocks to the recurrent state's page, so that hits come in large steps only and may vanish at a
-boundary (https://github.com/vllm-project/vllm/issues/50235, https://github.com/vllm-project/recipes/pull/861).  One
+Hybrid models align their blocks to the recurrent state's page, so that hits come in large steps only and may vanish at
+a boundary (https://github.com/vllm-project/vllm/issues/50235, https://github.com/vllm-project/recipes/pull/861).  One
 average hit rate hides both.
 """
 
@@ -25,12 +25,13 @@ def boundary_lengths(block_tokens: int, blocks: int = 1) -> list[int]:
     return [edge - 1, edge, edge + 1]
 
 
-def prefix_hits(server: Server, lengths: Sequence[int], vocab_size: int, *, tail_len: int = 16,
-                seed: int = 0) -> list[dict[str, Any]]:
+def prefix_hits(
+    server: Server, lengths: Sequence[int], vocab_size: int, *, tail_len: int = 16, seed: int = 0
+) -> list[dict[str, Any]]:
     """For each prefix length (tokens): two prompts that share it and nothing more, on an emptied cache.
 
-    Returns one dict a length: ``prefix_tokens``, ``hit_tokens`` (of the second prompt), ``hit_rate`` (hit / prefix), in the
-    order given.  Raises :class:`Invalid` when a request fails or the server has no prefix-cache counters.
+    Returns one dict a length: ``prefix_tokens``, ``hit_tokens`` (of the second prompt), ``hit_rate`` (hit / prefix), in
+    the order given.  Raises :class:`Invalid` when a request fails or the server has no prefix-cache counters.
     """
     generator = random.Random(seed)
 
@@ -41,7 +42,9 @@ def prefix_hits(server: Server, lengths: Sequence[int], vocab_size: int, *, tail
     for length in lengths:
         server.reset_prefix_cache()
         prefix, first, second = ids(length), ids(tail_len), ids(tail_len)
-        second[0] = RESERVED_IDS + (first[0] + 1 - RESERVED_IDS) % (vocab_size - RESERVED_IDS)  # unlike from the first token on
+        second[0] = RESERVED_IDS + (first[0] + 1 - RESERVED_IDS) % (
+            vocab_size - RESERVED_IDS
+        )  # unlike from the first token on
         _send(server, prefix + first)
         before = server.settled_metrics()
         _send(server, prefix + second)

@@ -22,17 +22,25 @@ KV_SAMPLE_S = 0.25
 KV_USE = "vllm:kv_cache_usage_perc"
 
 
-def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardware: Mapping | None = None,
-          software: Mapping | None = None, under_test: tuple[str, ...] = VARIANT_AXES,
-          checkpoint_sha256: str | None = None, client_env: str | None = None) -> dict[str, Any]:
-    """Measure ``server`` and return the result; each finished run is kept as ``out_dir/runs/c<concurrency>-r<repeat>.json``.
+def bench(
+    server: Server,
+    settings: BenchSettings,
+    out_dir: Path | str,
+    *,
+    hardware: Mapping | None = None,
+    software: Mapping | None = None,
+    under_test: tuple[str, ...] = VARIANT_AXES,
+    checkpoint_sha256: str | None = None,
+    client_env: str | None = None,
+) -> dict[str, Any]:
+    """Measure ``server``; each finished run is kept as ``out_dir/runs/c<concurrency>-r<repeat>.json``.
 
-    Runs that are already there from the same server settings, workload and checkpoint are not repeated.  ``hardware`` and
-    ``software`` are the fingerprints of this machine; without them the result compares with nothing.
+    Runs that are already there from the same server settings, workload and checkpoint are not repeated.  ``hardware``
+    and ``software`` are the fingerprints of this machine; without them the result compares with nothing.
     ``checkpoint_sha256`` names the checkpoint by content (its manifest's hash); without it, names, sizes and times do.
 
-    Result: ``status`` and ``reason``, headline figures (highest concurrency), ``per_concurrency``, ``memory`` (one dict a
-    rank), ``memory_summary``, ``load``, requested and effective settings, ``comparability``.
+    Result: ``status`` and ``reason``, headline figures (highest concurrency), ``per_concurrency``, ``memory`` (one dict
+    a rank), ``memory_summary``, ``load``, requested and effective settings, ``comparability``.
 
     Raises :class:`~pipeline.serve.errors.ServerDied` when the server ends meanwhile (finished runs are kept);
     :class:`Invalid` when the client fails.
@@ -40,8 +48,12 @@ def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardw
     out_dir = Path(out_dir)
     (out_dir / "runs").mkdir(parents=True, exist_ok=True)
     known = comparability(settings, server.settings, hardware, software, under_test)
-    points = _Points(server, settings, out_dir, sha256_json([known["parts"], server.settings.requested(),
-                                                             checkpoint_id(server.settings.model)]))
+    points = _Points(
+        server,
+        settings,
+        out_dir,
+        sha256_json([known["parts"], server.settings.requested(), checkpoint_id(server.settings.model)]),
+    )
     began = time.monotonic()
     with measuring(f"benching {server.model}"):
         with BenchClient(python_of(client_env or server.settings.env), out_dir / "client.log") as client:
@@ -68,15 +80,19 @@ def bench(server: Server, settings: BenchSettings, out_dir: Path | str, *, hardw
 
 
 def judge(runs: Mapping[int, list[guards.Run]], settings: BenchSettings) -> dict[str, Any]:
-    """Status, reasons, figures per concurrency and the headline of finished runs.  Figures of invalid runs stay visible."""
+    """Status, reasons, figures per concurrency and headline of finished runs.  Figures of invalid runs stay visible."""
     reasons, per_concurrency = [], {}
     for concurrency, repeats in runs.items():
-        found = [(f"c{concurrency} r{run.repeat}", reason) for run in repeats for reason in guards.check_run(run, settings)]
+        found = [
+            (f"c{concurrency} r{run.repeat}", reason) for run in repeats for reason in guards.check_run(run, settings)
+        ]
         throughputs = [run.raw["output_throughput"] for run in repeats]
         found += [(f"c{concurrency}", reason) for reason in guards.check_repeats(throughputs, settings)]
         reasons += [{"where": where, "code": reason.code, "detail": reason.detail} for where, reason in found]
         per_concurrency[str(concurrency)] = summary.summarize(repeats) | {
-            "status": "invalid" if found else "valid", "reason": found[0][1].detail if found else None}
+            "status": "invalid" if found else "valid",
+            "reason": found[0][1].detail if found else None,
+        }
     headline = per_concurrency[str(max(runs))]
     return {
         "status": "invalid" if reasons else "valid",
@@ -94,13 +110,18 @@ def judge(runs: Mapping[int, list[guards.Run]], settings: BenchSettings) -> dict
 def effective(server: Server, memory: list[dict]) -> dict[str, Any]:
     """The settings the engine resolved, completed by what its workers say of themselves (rank 0; they are equal)."""
     rank = memory[0]
-    names = {"block_size": "kv_block_size", "max_num_seqs": "max_num_seqs", "kernels": "kernels",
-             "max_num_batched_tokens": "max_num_batched_tokens", "state_cache_mode": "state_cache_mode"}
+    names = {
+        "block_size": "kv_block_size",
+        "max_num_seqs": "max_num_seqs",
+        "kernels": "kernels",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "state_cache_mode": "state_cache_mode",
+    }
     return server.effective | {ours: rank[theirs] for ours, theirs in names.items() if rank.get(theirs) is not None}
 
 
 def checkpoint_id(model: Path) -> str:
-    """Identity of a checkpoint directory by names, sizes and times of its weight files (its manifest holds the hashes)."""
+    """Identity of a checkpoint directory by names, sizes and times of its weight files."""
     files = sorted(Path(model).glob("*.safetensors"))
     return sha256_json([[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files])
 
@@ -129,14 +150,19 @@ class _Points:
         self.kv_use: float | None = None
 
     def measure(self, client: BenchClient) -> dict[int, list[guards.Run]]:
-        """Warm up each concurrency, then all repeats; repeats of different concurrencies alternate, so drift hits both."""
+        """Warm up each concurrency, then all repeats; concurrencies alternate, so that drift hits all of them."""
         settings = self.settings
         runs = {concurrency: self._kept_runs(concurrency) for concurrency in settings.concurrency}
         if any(len(kept) < settings.repeats or self._wide(kept) for kept in runs.values()):
             with _KvUse(self.server) as use:
                 for concurrency in settings.concurrency:
-                    self._run(client, concurrency, settings.warmup_prompts(concurrency),
-                              settings.point_seed(settings.max_repeats, concurrency), f"warmup-c{concurrency}")
+                    self._run(
+                        client,
+                        concurrency,
+                        settings.warmup_prompts(concurrency),
+                        settings.point_seed(settings.max_repeats, concurrency),
+                        f"warmup-c{concurrency}",
+                    )
             self.kv_use = use.highest
         for repeat in range(settings.max_repeats):
             for concurrency, done in runs.items():
@@ -155,7 +181,9 @@ class _Points:
             saved = read_json(path) if path.exists() else {}
             if saved.get("key") != self.key:
                 break
-            run = guards.Run(**saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")})
+            run = guards.Run(
+                **saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")}
+            )
             if guards.check_run(run, self.settings):
                 break
             kept.append(run)
@@ -170,15 +198,31 @@ class _Points:
             server.reset_prefix_cache()
         before, born = server.settled_metrics(), self._identity()
         prompts = settings.prompts(concurrency)
-        raw, answer = self._run(client, concurrency, prompts, settings.point_seed(repeat, concurrency), f"c{concurrency}-r{repeat}-raw")
+        raw, answer = self._run(
+            client, concurrency, prompts, settings.point_seed(repeat, concurrency), f"c{concurrency}-r{repeat}-raw"
+        )
         server.check(f"benching concurrency {concurrency}, repeat {repeat}")
-        run = guards.Run(raw=raw, prompt_tokens_sent=answer["prompt_tokens_sent"], before=before, after=server.settled_metrics(),
-                         server_before=born, server_after=self._identity(), retries=answer["retries"], prompts=prompts,
-                         concurrency=concurrency, repeat=repeat, seed=answer["seed"])
+        run = guards.Run(
+            raw=raw,
+            prompt_tokens_sent=answer["prompt_tokens_sent"],
+            before=before,
+            after=server.settled_metrics(),
+            server_before=born,
+            server_after=self._identity(),
+            retries=answer["retries"],
+            prompts=prompts,
+            concurrency=concurrency,
+            repeat=repeat,
+            seed=answer["seed"],
+        )
         write_json(self._path(concurrency, repeat), {"key": self.key, "run": vars(run)})
         self._path(concurrency, repeat).with_name(f"c{concurrency}-r{repeat}-raw.json").unlink()
-        print(f"bench {server.model}: concurrency {concurrency}, repeat {repeat + 1}: "
-              f"{raw['output_throughput']:.1f} output tok/s, TTFT {raw['median_ttft_ms']:.1f} ms", file=sys.stderr, flush=True)
+        print(
+            f"bench {server.model}: concurrency {concurrency}, repeat {repeat + 1}: "
+            f"{raw['output_throughput']:.1f} output tok/s, TTFT {raw['median_ttft_ms']:.1f} ms",
+            file=sys.stderr,
+            flush=True,
+        )
         return run
 
     def _identity(self) -> tuple[int, ...]:
@@ -190,12 +234,42 @@ class _Points:
         path = self.folder / f"{name}.json"
         path.unlink(missing_ok=True)
         arguments = [
-            "--backend", "openai", "--base-url", server.base_url, "--endpoint", "/v1/completions", "--model", server.model,
-            "--tokenizer", str(Path(server.settings.model).resolve()), "--dataset-name", settings.workload,
-            "--random-input-len", str(settings.input_len), "--random-output-len", str(settings.output_len),
-            "--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed), "--temperature", "0",
-            "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99", "--disable-tqdm",
-            "--save-result", "--save-detailed", "--result-dir", str(path.parent), "--result-filename", path.name]
+            "--backend",
+            "openai",
+            "--base-url",
+            server.base_url,
+            "--endpoint",
+            "/v1/completions",
+            "--model",
+            server.model,
+            "--tokenizer",
+            str(Path(server.settings.model).resolve()),
+            "--dataset-name",
+            settings.workload,
+            "--random-input-len",
+            str(settings.input_len),
+            "--random-output-len",
+            str(settings.output_len),
+            "--num-prompts",
+            str(prompts),
+            "--max-concurrency",
+            str(concurrency),
+            "--seed",
+            str(seed),
+            "--temperature",
+            "0",
+            "--percentile-metrics",
+            "ttft,tpot,itl,e2el",
+            "--metric-percentiles",
+            "50,90,99",
+            "--disable-tqdm",
+            "--save-result",
+            "--save-detailed",
+            "--result-dir",
+            str(path.parent),
+            "--result-filename",
+            path.name,
+        ]
         if server.settings.trust_remote_code:
             arguments.append("--trust-remote-code")
         answer = client.run(arguments, settings.client_timeout_s)
@@ -209,7 +283,7 @@ class _Points:
 
 
 class _KvUse:
-    """Highest share of the KV cache in use, sampled during the warm-up: a sample inside a timed run would disturb it."""
+    """Highest share of the KV cache in use, sampled in the warm-up: a sample in a timed run would disturb it."""
 
     def __init__(self, server: Server) -> None:
         self.highest: float | None = None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 SEED_STRIDE = 1_000_003
-"""Seeds of two points differ by multiples of this prime: fresh random prompts for each, also when a seed is bumped by one."""
+"""Seeds of two points differ by multiples of this prime: fresh prompts for each, also when a seed is bumped by one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BenchSettings:
     max_coalesced: float = 0.1
     """Largest share of output tokens that may arrive in one chunk with another."""
     cache: str = "cold"
-    """``cold``: the prefix cache is reset before each run and must not hit.  ``warm``: hits are part of the workload."""
+    """``cold``: the prefix cache is reset before each run and must not hit.  ``warm``: hits belong to the workload."""
     client_timeout_s: float = 3600.0
     """Longest time of one timed run."""
 
@@ -47,7 +47,14 @@ class BenchSettings:
             raise ValueError(f"cache {self.cache!r}: 'cold' or 'warm'")
         if not self.concurrency or min(self.concurrency) < 1 or len(set(self.concurrency)) != len(self.concurrency):
             raise ValueError(f"concurrency {list(self.concurrency)}: needs distinct numbers of at least 1")
-        for name in ("input_len", "output_len", "num_prompts_per_concurrency", "warmup_prompts_per_concurrency", "min_prompts", "repeats"):
+        for name in (
+            "input_len",
+            "output_len",
+            "num_prompts_per_concurrency",
+            "warmup_prompts_per_concurrency",
+            "min_prompts",
+            "repeats",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
         if self.max_repeats < self.repeats:
@@ -81,6 +88,18 @@ class BenchSettings:
 
     def workload_key(self) -> dict[str, Any]:
         """The part that must be equal for two results to be comparable (thresholds and the time-out are not)."""
-        names = ("workload", "input_len", "output_len", "concurrency", "num_prompts_per_concurrency", "min_prompts", "seed", "cache")
-        return {name: list(value) if isinstance(value, tuple) else value
-                for name, value in asdict(self).items() if name in names}
+        names = (
+            "workload",
+            "input_len",
+            "output_len",
+            "concurrency",
+            "num_prompts_per_concurrency",
+            "min_prompts",
+            "seed",
+            "cache",
+        )
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if name in names
+        }

@@ -9,14 +9,24 @@ from typing import Any
 from pipeline.bench.guards import HITS, PREEMPTIONS, Run, spread
 
 METRICS = {
-    "output_tok_s": "output_throughput", "total_tok_s": "total_token_throughput", "request_throughput": "request_throughput",
-    **{f"{name}_ms_{suffix}": f"{key}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el")
-       for suffix, key in (("p50", "median"), ("p90", "p90"), ("p99", "p99"), ("mean", "mean"))},
+    "output_tok_s": "output_throughput",
+    "total_tok_s": "total_token_throughput",
+    "request_throughput": "request_throughput",
+    **{
+        f"{name}_ms_{suffix}": f"{key}_{name}_ms"
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for suffix, key in (("p50", "median"), ("p90", "p90"), ("p99", "p99"), ("mean", "mean"))
+    },
 }
 """Ours <- vllm's name.  Throughputs are per second, latencies in milliseconds."""
 SUMMED = ("weight_bytes", "rss_bytes")
-WORST = ("kv_bytes_per_token", "kv_bytes_allocated", "state_bytes_per_sequence", "state_block_bytes_per_sequence",
-         "activation_peak_bytes")
+WORST = (
+    "kv_bytes_per_token",
+    "kv_bytes_allocated",
+    "state_bytes_per_sequence",
+    "state_block_bytes_per_sequence",
+    "activation_peak_bytes",
+)
 LEAST = ("kv_capacity_tokens", "kv_num_blocks")
 
 

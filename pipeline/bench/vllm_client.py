@@ -1,4 +1,4 @@
-"""Runs ``vllm bench serve`` again and again in one process.  A script for the *serving* environment; imports nothing of ours.
+"""Runs ``vllm bench serve`` again and again in one process: a script for the *serving* environment.
 
 Importing vllm takes seconds, so one process serves all points of a bench.  Each line on stdin is a JSON list of
 ``vllm bench serve`` arguments; each answer is one JSON line.  Everything else that vllm prints goes to stderr.
@@ -114,8 +114,12 @@ def main() -> int:
             prefix = f"bench-{os.urandom(4).hex()}-"
             asyncio.run(serve.main_async(parser.parse_args([*arguments, "--request-id-prefix", prefix])))
             sent = sorted(instruments.prompt_tokens.items(), key=lambda item: int(item[0].removeprefix(prefix)))
-            answer = {"ok": True, "retries": instruments.retries, "seed": instruments.seed,
-                      "prompt_tokens_sent": [count for _, count in sent]}
+            answer = {
+                "ok": True,
+                "retries": instruments.retries,
+                "seed": instruments.seed,
+                "prompt_tokens_sent": [count for _, count in sent],
+            }
         except (Exception, SystemExit) as error:  # a failed run is an answer; the next run may go well
             traceback.print_exc()
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}

@@ -15,6 +15,15 @@ from pipeline.serve.server import Server, running
 from pipeline.serve.settings import ServerSettings
 
 __all__ = [
-    "ForeignGpuUse", "NotReady", "Server", "ServerDied", "ServerError", "ServerSettings", "StillAlive", "WrongModel",
-    "compare_probe", "measuring", "running",
+    "ForeignGpuUse",
+    "NotReady",
+    "Server",
+    "ServerDied",
+    "ServerError",
+    "ServerSettings",
+    "StillAlive",
+    "WrongModel",
+    "compare_probe",
+    "measuring",
+    "running",
 ]

@@ -8,7 +8,7 @@ import subprocess
 from pipeline.serve.errors import ForeignGpuUse
 
 UNEXPLAINED_MIB = 1024
-"""Memory in use that no listed process explains: another container's process, which nvidia-smi cannot name from here."""
+"""Memory that no listed process explains: another container's process, which nvidia-smi cannot name from here."""
 
 
 def check_free(visible: str | None = None) -> None:
@@ -20,19 +20,25 @@ def check_free(visible: str | None = None) -> None:
         return
     gpus = [line.split(", ") for line in _query("--query-gpu=index,uuid,memory.used")]
     wanted = set(visible.split(",")) if visible else None
-    chosen = {uuid: (index, float(used)) for index, uuid, used in gpus
-              if wanted is None or index in wanted or uuid in wanted}
+    chosen = {
+        uuid: (index, float(used)) for index, uuid, used in gpus if wanted is None or index in wanted or uuid in wanted
+    }
     lines, explained = [], set()
     for line in _query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, used, name = line.split(", ", 3)
         if uuid in chosen:
             explained.add(uuid)
             lines.append(f"GPU {chosen[uuid][0]}: pid {pid} ({name}) holds {used} MiB")
-    lines += [f"GPU {index}: {used:.0f} MiB in use by processes that nvidia-smi cannot name (another container?)"
-              for uuid, (index, used) in chosen.items() if uuid not in explained and used > UNEXPLAINED_MIB]
+    lines += [
+        f"GPU {index}: {used:.0f} MiB in use by processes that nvidia-smi cannot name (another container?)"
+        for uuid, (index, used) in chosen.items()
+        if uuid not in explained and used > UNEXPLAINED_MIB
+    ]
     if lines:
-        raise ForeignGpuUse("the GPUs are not free; end these processes or choose others with CUDA_VISIBLE_DEVICES:\n  "
-                            + "\n  ".join(lines))
+        raise ForeignGpuUse(
+            "the GPUs are not free; end these processes or choose others with CUDA_VISIBLE_DEVICES:\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _query(query: str) -> list[str]:
@@ -42,6 +48,8 @@ def _query(query: str) -> list[str]:
     except subprocess.TimeoutExpired:
         raise ForeignGpuUse("nvidia-smi did not answer within 60 s: the driver hangs, no server can start") from None
     if result.returncode:
-        raise ForeignGpuUse(f"nvidia-smi failed ({result.stderr.strip() or result.stdout.strip()}): cannot tell whether "
-                            "the GPUs are free")
+        raise ForeignGpuUse(
+            f"nvidia-smi failed ({result.stderr.strip() or result.stdout.strip()}): cannot tell whether "
+            "the GPUs are free"
+        )
     return [line for line in result.stdout.splitlines() if line.strip()]

@@ -35,12 +35,16 @@ def _number(text: str) -> float:
 FACTS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], Any]]] = {
     "weights_load_s": (re.compile(r"Loading weights took ([\d.]+) seconds"), lambda m: _number(m[1])),
     "kv_cache_tokens": (re.compile(r"KV cache size: ([\d,]+) tokens"), lambda m: int(_number(m[1]))),
-    "max_concurrency": (re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.,]+)x"),
-                        lambda m: _number(m[1])),
+    "max_concurrency": (
+        re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.,]+)x"),
+        lambda m: _number(m[1]),
+    ),
     "attention_block_size": (re.compile(r"Setting attention block size to (\d+) tokens"), lambda m: int(m[1])),
     "kv_scales": (re.compile(r"Using KV cache scaling factor 1\.0"), lambda m: "uncalibrated (scale 1.0)"),
-    "query_scales": (re.compile(r"Using uncalibrated q_scale|does not provide a q scaling factor"),
-                     lambda m: "uncalibrated"),
+    "query_scales": (
+        re.compile(r"Using uncalibrated q_scale|does not provide a q scaling factor"),
+        lambda m: "uncalibrated",
+    ),
     "attention_backend": (re.compile(r"Using (\S+) (?:attention )?backend(?: out of|\.|$)"), lambda m: m[1]),
 }
 

@@ -1,4 +1,4 @@
-"""Starts and stops a server's process group through the watchdog.  The stage's side of :mod:`pipeline.serve.watchdog`."""
+"""Starts and stops a server's process group: the stage's side of :mod:`pipeline.serve.watchdog`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,14 @@ def _is_driver(pid: int) -> bool:
 class ServerProcess:
     """A running server's process group.  ``group`` is its process-group and session id."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, grace_s: float,
-                 keep_open: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        grace_s: float,
+        keep_open: Sequence[int] = (),
+    ) -> None:
         """Start ``command``.  ``keep_open``: descriptors that the watchdog holds for as long as the group lives.
 
         Raises :class:`NotReady` when the command cannot be started.
@@ -65,10 +71,21 @@ class ServerProcess:
         self.log_path, self._grace_s, self._end = log_path, grace_s, None
         self._buffer = b""
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=dict(environment), start_new_session=True, pass_fds=list(keep_open))
-        order = {"command": list(command), "log": str(log_path), "watch": guardians(), "grace_s": grace_s,
-                 "orphan_grace_s": ORPHAN_GRACE_S}
+            [sys.executable, "-I", "-S", watchdog.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=list(keep_open),
+        )
+        order = {
+            "command": list(command),
+            "log": str(log_path),
+            "watch": guardians(),
+            "grace_s": grace_s,
+            "orphan_grace_s": ORPHAN_GRACE_S,
+        }
         self._watchdog.stdin.write(json.dumps(order).encode() + b"\n")
         self._watchdog.stdin.flush()
         message = self._receive(timeout_s=30.0) or {"failed": "the watchdog did not start"}
@@ -114,8 +131,11 @@ class ServerProcess:
         left = watchdog.family(self.group) and watchdog.end_family(self.group, 1.0)
         self._close()
         if left:
-            raise StillAlive(f"processes {left} of the server's group {self.group} outlived SIGKILL; they may still hold "
-                             "memory and the GPU", self.log_path)
+            raise StillAlive(
+                f"processes {left} of the server's group {self.group} outlived SIGKILL; they may still hold "
+                "memory and the GPU",
+                self.log_path,
+            )
 
     def _close(self) -> None:
         for stream in (self._watchdog.stdin, self._watchdog.stdout):

@@ -83,7 +83,9 @@ class Server:
             if answer.get("success"):
                 return
             time.sleep(0.25)  # blocks are still held by a request that is just ending
-        raise Invalid(f"{self.base_url}: the prefix cache could not be reset ({answer}); a cold measurement is impossible")
+        raise Invalid(
+            f"{self.base_url}: the prefix cache could not be reset ({answer}); a cold measurement is impossible"
+        )
 
     def memory_report(self) -> list[dict[str, Any]]:
         """One dict a rank from the worker extension; runs a full forward pass, so keep it outside timed windows.
@@ -95,17 +97,23 @@ class Server:
     def kv_scales(self) -> dict[str, Any]:
         """Where the KV cache's scales come from, as the workers see them.
 
-        ``{"label", "layers"}``; label: ``not applied`` (the cache is not FP8), ``calibrated`` (every layer's scales are the
-        checkpoint's), ``uncalibrated (scale 1.0)``, ``partly calibrated``, or ``None`` where the layers do not say.
+        ``{"label", "layers"}``; label: ``not applied`` (the cache is not FP8), ``calibrated`` (every layer's scales are
+        the checkpoint's), ``uncalibrated (scale 1.0)``, ``partly calibrated``, or ``None`` where the layers do not say.
         """
-        layers = {f"rank{rank['rank']}/{name}": layer for rank in self._workers("kv_scales")
-                  for name, layer in rank["layers"].items()}
+        layers = {
+            f"rank{rank['rank']}/{name}": layer
+            for rank in self._workers("kv_scales")
+            for name, layer in rank["layers"].items()
+        }
         sources = {layer["source"] for layer in layers.values()}
         if not any(layer["applied"] for layer in layers.values()):
             label = "not applied" if layers else None
         else:
-            label = {frozenset(["checkpoint"]): "calibrated", frozenset(["default"]): "uncalibrated (scale 1.0)",
-                     frozenset(["checkpoint", "default"]): "partly calibrated"}.get(frozenset(sources))
+            label = {
+                frozenset(["checkpoint"]): "calibrated",
+                frozenset(["default"]): "uncalibrated (scale 1.0)",
+                frozenset(["checkpoint", "default"]): "partly calibrated",
+            }.get(frozenset(sources))
         return {"label": label, "layers": layers}
 
     def _workers(self, method: str) -> list[dict[str, Any]]:
@@ -121,10 +129,14 @@ class Server:
         """Load time and rate; ``weights_load_s`` is what the engine logged, with the raw line."""
         told = logs.facts(logs.start_of(self.log_path)).get("weights_load_s")
         size = self.settings.checkpoint_bytes
-        return {"load_s": self.load_s, "checkpoint_bytes": size, "load_gb_s": size / 1e9 / self.load_s,
-                "weights_load_s": told["value"] if told else None,
-                "weights_load_gb_s": size / 1e9 / told["value"] if told and told["value"] else None,
-                "weights_load_log_line": told["raw"] if told else None}
+        return {
+            "load_s": self.load_s,
+            "checkpoint_bytes": size,
+            "load_gb_s": size / 1e9 / self.load_s,
+            "weights_load_s": told["value"] if told else None,
+            "weights_load_gb_s": size / 1e9 / told["value"] if told and told["value"] else None,
+            "weights_load_log_line": told["raw"] if told else None,
+        }
 
     def _get(self, path: str, timeout_s: float = 60.0) -> bytes:
         return self._ask(lambda: http.request(self.base_url + path, timeout_s=timeout_s), path)
@@ -147,12 +159,13 @@ def running(settings: ServerSettings, log_path: Path | str) -> Iterator[Server]:
     Holds the machine-wide measuring lock throughout.  The log stays at ``log_path``.
 
     Raises
-        :class:`~pipeline.serve.errors.ForeignGpuUse` before anything starts; :class:`NotReady`, :class:`WrongModel` while
-        starting; :class:`ServerDied` when the server ended by itself during the block, whatever else the block raised;
+        :class:`~pipeline.serve.errors.ForeignGpuUse` before anything starts; :class:`NotReady`, :class:`WrongModel`
+        while starting; :class:`ServerDied` when the server ended by itself during the block, whatever the block raised;
         :class:`~pipeline.serve.errors.StillAlive` when it cannot be ended.
     """
     log_path = Path(log_path)
-    settings.checkpoint_bytes  # no weights: say so before waiting for the machine
+    size = settings.checkpoint_bytes  # no weights: say so before waiting for the machine
+    print(f"serve: starting {settings.served_name} ({size:,} bytes), log in {log_path}", file=sys.stderr, flush=True)
     with measuring(f"serving {settings.served_name}") as lock:
         if settings.env.startswith("serve-cuda"):
             gpu.check_free(settings.process_environment().get("CUDA_VISIBLE_DEVICES"))
@@ -161,8 +174,13 @@ def running(settings: ServerSettings, log_path: Path | str) -> Iterator[Server]:
         port = free_port()
         command = settings.command or (str(python_of(settings.env)), *API_SERVER)
         started = time.monotonic()
-        process = ServerProcess([*command, *settings.arguments(port)], settings.process_environment(), log_path,
-                                settings.stop_grace_s, keep_open=[lock])
+        process = ServerProcess(
+            [*command, *settings.arguments(port)],
+            settings.process_environment(),
+            log_path,
+            settings.stop_grace_s,
+            keep_open=[lock],
+        )
         server = Server(settings, process, port, log_path)
         try:
             _wait_ready(server, port, started)
@@ -189,15 +207,22 @@ def _wait_ready(server: Server, port: int, started: float) -> None:
             raise NotReady(f"the server {end} while starting", server.log_path)
         now = time.monotonic()
         if now > deadline:
-            raise NotReady(f"the server was not ready after {settings.start_timeout_s:.0f} s "
-                           f"({settings.start_allowance_s:.0f} s + {settings.checkpoint_bytes:,} bytes at "
-                           f"{settings.read_rate_bytes_s:,.0f} bytes/s); raise read_rate_bytes_s' time or "
-                           "start_allowance_s if the storage is slower", server.log_path)
+            raise NotReady(
+                f"the server was not ready after {settings.start_timeout_s:.0f} s "
+                f"({settings.start_allowance_s:.0f} s + {settings.checkpoint_bytes:,} bytes at "
+                f"{settings.read_rate_bytes_s:,.0f} bytes/s); raise read_rate_bytes_s' time or "
+                "start_allowance_s if the storage is slower",
+                server.log_path,
+            )
         if now - told >= settings.heartbeat_s:
             told = now
             last = logs.last_lines(server.log_path, 1)
-            print(f"serve: loading {settings.served_name} ({settings.checkpoint_bytes:,} bytes), {now - started:.0f} s of at "
-                  f"most {settings.start_timeout_s:.0f} s | {last[:160]}", file=sys.stderr, flush=True)
+            print(
+                f"serve: loading {settings.served_name} ({settings.checkpoint_bytes:,} bytes), {now - started:.0f} s "
+                f"of at most {settings.start_timeout_s:.0f} s | {last[:160]}",
+                file=sys.stderr,
+                flush=True,
+            )
         try:
             http.request(f"{server.base_url}/health", timeout_s=5.0)
         except http.RequestFailed:
@@ -212,8 +237,9 @@ def _wait_ready(server: Server, port: int, started: float) -> None:
         except http.RequestFailed as error:
             failures += 1
             if failures >= GENERATION_TRIES and process.ended() is None:
-                raise NotReady(f"/health says 200, but generation failed {failures} times: {error}",
-                               server.log_path) from None
+                raise NotReady(
+                    f"/health says 200, but generation failed {failures} times: {error}", server.log_path
+                ) from None
             time.sleep(POLL_S)
 
 

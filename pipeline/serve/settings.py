@@ -12,7 +12,9 @@ from typing import Any
 from pipeline.errors import Refused, Unreadable
 
 WORKER_EXTENSION = "vllm_k3_cpu.memory_report.MemoryReport"
-SECRET_NAME = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_KEY|ACCESS_KEY|PRIVATE_KEY|COOKIE|_KEY$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_KEY|ACCESS_KEY|PRIVATE_KEY|COOKIE|_KEY$", re.IGNORECASE
+)
 SECRET_OPTION = re.compile(r"^--(api-key|hf-token|ssl-keyfile-password)\b", re.IGNORECASE)
 # One-thread-per-library defaults and import paths of this process would change the server's speed or its modules.
 DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "VLLM_API_KEY")
@@ -23,8 +25,9 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 class ServerSettings:
     """Settings *requested* of a server; what it really uses is ``Server.effective``.
 
-    ``None`` leaves a setting to vLLM.  ``extra_args`` and ``environment`` come from the hardware file (``--enforce-eager``,
-    ``OMP_NUM_THREADS``).  Neither may hold a secret: both are recorded, and arguments are visible to every user.
+    ``None`` leaves a setting to vLLM.  ``extra_args`` and ``environment`` come from the hardware file
+    (``--enforce-eager``, ``OMP_NUM_THREADS``).  Neither may hold a secret: both are recorded, and
+    arguments are visible to every user.
     """
 
     model: Path
@@ -46,7 +49,7 @@ class ServerSettings:
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     read_rate_bytes_s: float = 100e6
-    """Slowest rate at which the weights may arrive; the start-up time-out follows from it and the checkpoint's bytes."""
+    """Slowest rate at which the weights may arrive; the start-up time-out follows from it and their size."""
     start_allowance_s: float = 300.0
     """Start-up time that does not depend on the bytes: imports, compilation, profiling."""
     heartbeat_s: float = 10.0
@@ -58,12 +61,16 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for argument in self.extra_args:
             if SECRET_OPTION.match(argument):
-                raise Refused(f"extra_args: {argument.partition('=')[0]} would put a secret on the command line, where "
-                              "every user of the machine can read it; the server listens on loopback and needs none")
+                raise Refused(
+                    f"extra_args: {argument.partition('=')[0]} would put a secret on the command line, where "
+                    "every user of the machine can read it; the server listens on loopback and needs none"
+                )
         for name in self.environment:
             if SECRET_NAME.search(name):
-                raise Refused(f"environment: {name} looks like a secret and would be recorded with the results; "
-                              "the server reads a local directory and needs none")
+                raise Refused(
+                    f"environment: {name} looks like a secret and would be recorded with the results; "
+                    "the server reads a local directory and needs none"
+                )
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -75,25 +82,52 @@ class ServerSettings:
 
     @property
     def start_timeout_s(self) -> float:
-        """``start_allowance_s`` + checkpoint bytes / ``read_rate_bytes_s``: 1.56 TB at 1 GB/s may take 26 minutes more."""
+        """``start_allowance_s`` + checkpoint bytes / ``read_rate_bytes_s``: 1.56 TB at 1 GB/s: 26 minutes more."""
         return self.start_allowance_s + self.checkpoint_bytes / self.read_rate_bytes_s
 
     def requested(self) -> dict[str, Any]:
         """What was asked, JSON-able, without paths (results of two machines must compare)."""
-        names = ("served_name", "env", "kv_cache_dtype", "state_dtype", "tensor_parallel_size", "max_model_len",
-                 "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "enable_prefix_caching",
-                 "seed")
+        names = (
+            "served_name",
+            "env",
+            "kv_cache_dtype",
+            "state_dtype",
+            "tensor_parallel_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory_bytes",
+            "enable_prefix_caching",
+            "seed",
+        )
         return {name: getattr(self, name) for name in names} | {
-            "extra_args": list(self.extra_args), "environment": dict(sorted(self.environment.items()))}
+            "extra_args": list(self.extra_args),
+            "environment": dict(sorted(self.environment.items())),
+        }
 
     def arguments(self, port: int) -> list[str]:
-        """vLLM's command-line arguments.  Options at their default are left out, so that a log shows what was chosen."""
-        arguments = ["--host", "127.0.0.1", "--port", str(port), "--model", str(Path(self.model).resolve()),
-                     "--served-model-name", self.served_name, "--seed", str(self.seed)]
-        optional = {"--max-model-len": self.max_model_len, "--max-num-seqs": self.max_num_seqs,
-                    "--max-num-batched-tokens": self.max_num_batched_tokens, "--block-size": self.block_size,
-                    "--kv-cache-memory-bytes": self.kv_cache_memory_bytes,
-                    "--worker-extension-cls": self.worker_extension}
+        """vLLM's command-line arguments.  Options at their default are left out: a log shows what was chosen."""
+        arguments = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--model",
+            str(Path(self.model).resolve()),
+            "--served-model-name",
+            self.served_name,
+            "--seed",
+            str(self.seed),
+        ]
+        optional = {
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--block-size": self.block_size,
+            "--kv-cache-memory-bytes": self.kv_cache_memory_bytes,
+            "--worker-extension-cls": self.worker_extension,
+        }
         for option, value in optional.items():
             if value is not None:
                 arguments += [option, str(value)]
@@ -112,8 +146,14 @@ class ServerSettings:
     def process_environment(self) -> dict[str, str]:
         """The server's environment: this process's without secrets, proxies and Python paths, plus vLLM's switches."""
         environment = clean_environment(os.environ)
-        environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-                        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         return environment | dict(self.environment)
 
 
@@ -122,6 +162,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     ``PYTHONSAFEPATH`` keeps the working directory from shadowing an installed package.
     """
-    kept = {name: value for name, value in environment.items()
-            if name not in DROPPED and name.lower() not in PROXIES and not SECRET_NAME.search(name)}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in DROPPED and name.lower() not in PROXIES and not SECRET_NAME.search(name)
+    }
     return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "NO_PROXY": "*", "no_proxy": "*"}

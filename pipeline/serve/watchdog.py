@@ -2,7 +2,7 @@
 
 Run as a script; it imports nothing of this package.  Order of events:
 
-1. It reads one JSON line on stdin: ``{"command", "log", "watch": [[pid, start ticks], ...], "grace_s", "orphan_grace_s"}``.
+1. It reads one JSON line on stdin: ``{"command", "log", "watch": [[pid, ticks]...], "grace_s", "orphan_grace_s"}``.
 2. It starts the command in a session of its own (stdin closed, output to the log) and prints ``{"started": pid}``.
 3. It waits for: the server's end; end of file or a line on stdin (the stage is gone, or asks to stop); the death of a
    watched process.  DVC runs a stage through ``sh -c``, and killing dvc leaves the shell and the stage running: hence
@@ -164,8 +164,14 @@ def main() -> int:
         return 0
     with open(order["log"], "ab", buffering=0) as log:
         try:
-            server = subprocess.Popen(order["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                      start_new_session=True, preexec_fn=_before_exec)
+            server = subprocess.Popen(
+                order["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_before_exec,
+            )
         except OSError as error:
             _say({"failed": f"{order['command'][0]}: {error.strerror}"})
             return 1

@@ -18,9 +18,28 @@ from pipeline.serve import Server, ServerDied, running
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
 # One repeat, and no judgement of speed: these tests also run on machines that are busy with something else.
-SETTINGS = BenchSettings(input_len=16, output_len=6, concurrency=(1, 3), num_prompts_per_concurrency=2, min_prompts=3,
-                         repeats=1, min_repeats=1, max_repeats=1, min_itl_ms=0.0, max_spread=1e9)
-MEMORY = ({"rank": 0, "weight_bytes": 10, "kv_capacity_tokens": 500, "emulated": [], "kv_block_size": 512, "max_num_seqs": 16},)
+SETTINGS = BenchSettings(
+    input_len=16,
+    output_len=6,
+    concurrency=(1, 3),
+    num_prompts_per_concurrency=2,
+    min_prompts=3,
+    repeats=1,
+    min_repeats=1,
+    max_repeats=1,
+    min_itl_ms=0.0,
+    max_spread=1e9,
+)
+MEMORY = (
+    {
+        "rank": 0,
+        "weight_bytes": 10,
+        "kv_capacity_tokens": 500,
+        "emulated": [],
+        "kv_block_size": 512,
+        "max_num_seqs": 16,
+    },
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +84,9 @@ def test_an_honest_server(measure, tmp_path):
         Server.reset_prefix_cache = original
     assert result["status"] == "valid", result["reason"]
     assert result["output_tok_s"] > 0 and result["ttft_ms_p50"] > 0 and result["tpot_ms_p50"] >= 2
-    assert result["itl_ms_p50"] >= 2 and result["e2el_ms_p50"] > result["ttft_ms_p50"] and result["request_throughput"] > 0
+    assert (
+        result["itl_ms_p50"] >= 2 and result["e2el_ms_p50"] > result["ttft_ms_p50"] and result["request_throughput"] > 0
+    )
     seeds = [seed for point in result["per_concurrency"].values() for seed in point["seeds"]]
     assert len(set(seeds)) == 4 == len(resets)
     assert result["speed_label"] == "measured" and result["memory"] == list(MEMORY)
@@ -74,22 +95,27 @@ def test_an_honest_server(measure, tmp_path):
     assert result["requested"]["block_size"] is None and result["host_memory"]["host_rss_bytes"] > 0
     assert result["comparability"]["key"]
     write_json(tmp_path / "result.json", result)  # no NaN, no path objects
-    assert str(tmp_path) not in (tmp_path / "result.json").read_text(), "a result that names this machine compares with none"
+    assert str(tmp_path) not in (tmp_path / "result.json").read_text(), (
+        "a result that names this machine compares with none"
+    )
     raw = read_json(tmp_path / "bench" / "runs" / "c3-r0.json")["run"]["raw"]
     assert len(raw["itls"]) == 6 and all(len(itl) == 5 for itl in raw["itls"]), "per-request detail is kept"
 
 
-@pytest.mark.parametrize("fields, code", [
-    ({"prefix_hits_per_request": 5}, "prefix_hits"),
-    ({"stream_error_after": 3, "stream_error_every": 4}, "stream_error"),
-    ({"generation_fails_after": 9}, "requests_failed"),
-    ({"short_output_tokens": 2}, "short_outputs"),
-    ({"prompt_tokens_lower_by": 4}, "prompt_tokens_disagree"),
-    ({"completion_tokens_higher_by": 2}, "coalesced_chunks"),
-    ({"metrics_generation_tokens_higher_by": 1}, "token_counts_disagree"),
-    ({"coalesce": True}, "insane_itl"),
-    ({"restart_counters_after": 9}, "server_restarted"),
-])
+@pytest.mark.parametrize(
+    "fields, code",
+    [
+        ({"prefix_hits_per_request": 5}, "prefix_hits"),
+        ({"stream_error_after": 3, "stream_error_every": 4}, "stream_error"),
+        ({"generation_fails_after": 9}, "requests_failed"),
+        ({"short_output_tokens": 2}, "short_outputs"),
+        ({"prompt_tokens_lower_by": 4}, "prompt_tokens_disagree"),
+        ({"completion_tokens_higher_by": 2}, "coalesced_chunks"),
+        ({"metrics_generation_tokens_higher_by": 1}, "token_counts_disagree"),
+        ({"coalesce": True}, "insane_itl"),
+        ({"restart_counters_after": 9}, "server_restarted"),
+    ],
+)
 def test_each_lie_is_caught_by_its_guard(measure, fields, code):
     result = measure(dataclasses.replace(SETTINGS, min_itl_ms=0.05), **fields)
     assert result["status"] == "invalid" and code in result["reason_codes"], result["reason"]

@@ -18,23 +18,44 @@ def test_a_correct_run_passes(run):
     assert codes(run()) == []
 
 
-@pytest.mark.parametrize("changes, code", [
-    ({"hits": 16}, "prefix_hits"),
-    ({"failed": 1, "completed": 3, "errors": ["", "ClientPayloadError", "", ""]}, "requests_failed"),
-    ({"completed": 3}, "requests_failed"),
-    ({"failed": 1, "completed": 3, "errors": ["in-band stream error: EngineDead", "", "", ""]}, "stream_error"),
-    ({"output_lens": [8, 8, 8, 5], "itls": [[.01] * 7] * 3 + [[.01] * 4],
-      "after": {"vllm:generation_tokens_total": 79.0, "vllm:prompt_tokens_total": 154.0, "vllm:prompt_tokens_created": 1e9}},
-     "short_outputs"),
-    ({"prompt_tokens_sent": [16, 16, 16, 17]}, "prompt_tokens_disagree"),
-    ({"prompt_tokens_sent": [16, 16, 16]}, "prompt_tokens_disagree"),
-    ({"before": {"vllm:generation_tokens_total": 49.0, "vllm:prompt_tokens_total": 90.0, "vllm:prompt_tokens_created": 1e9,
-                 "vllm:prefix_cache_hits_total": 7.0}}, "token_counts_disagree"),
-    ({"after": {"vllm:prompt_tokens_total": 154.0, "vllm:prompt_tokens_created": 1e9}}, "no_server_counters"),
-    ({"itl_s": 3e-6}, "insane_itl"),
-    ({"itls": [[.02] * 3] * 4}, "coalesced_chunks"),
-    ({"server_after": (10, 2)}, "server_restarted"),
-])
+@pytest.mark.parametrize(
+    "changes, code",
+    [
+        ({"hits": 16}, "prefix_hits"),
+        ({"failed": 1, "completed": 3, "errors": ["", "ClientPayloadError", "", ""]}, "requests_failed"),
+        ({"completed": 3}, "requests_failed"),
+        ({"failed": 1, "completed": 3, "errors": ["in-band stream error: EngineDead", "", "", ""]}, "stream_error"),
+        (
+            {
+                "output_lens": [8, 8, 8, 5],
+                "itls": [[0.01] * 7] * 3 + [[0.01] * 4],
+                "after": {
+                    "vllm:generation_tokens_total": 79.0,
+                    "vllm:prompt_tokens_total": 154.0,
+                    "vllm:prompt_tokens_created": 1e9,
+                },
+            },
+            "short_outputs",
+        ),
+        ({"prompt_tokens_sent": [16, 16, 16, 17]}, "prompt_tokens_disagree"),
+        ({"prompt_tokens_sent": [16, 16, 16]}, "prompt_tokens_disagree"),
+        (
+            {
+                "before": {
+                    "vllm:generation_tokens_total": 49.0,
+                    "vllm:prompt_tokens_total": 90.0,
+                    "vllm:prompt_tokens_created": 1e9,
+                    "vllm:prefix_cache_hits_total": 7.0,
+                }
+            },
+            "token_counts_disagree",
+        ),
+        ({"after": {"vllm:prompt_tokens_total": 154.0, "vllm:prompt_tokens_created": 1e9}}, "no_server_counters"),
+        ({"itl_s": 3e-6}, "insane_itl"),
+        ({"itls": [[0.02] * 3] * 4}, "coalesced_chunks"),
+        ({"server_after": (10, 2)}, "server_restarted"),
+    ],
+)
 def test_each_fault_has_its_code(run, changes, code):
     assert codes(run(**changes)) == [code]
 
@@ -49,13 +70,16 @@ def test_hits_are_welcome_in_a_warm_run(run):
     assert codes(run(hits=16), warm) == []
 
 
-@pytest.mark.parametrize("throughputs, code", [
-    ([100, 101, 99], None),
-    ([100, 101], "too_few_repeats"),
-    ([100, 150, 60], "spread_too_wide"),
-    ([40, 100, 101], "first_repeat_outlier"),
-    ([100, 101, 40, 99, 102], None),  # one disturbed repeat of five: seen in min, not in the quartiles
-])
+@pytest.mark.parametrize(
+    "throughputs, code",
+    [
+        ([100, 101, 99], None),
+        ([100, 101], "too_few_repeats"),
+        ([100, 150, 60], "spread_too_wide"),
+        ([40, 100, 101], "first_repeat_outlier"),
+        ([100, 101, 40, 99, 102], None),  # one disturbed repeat of five: seen in min, not in the quartiles
+    ],
+)
 def test_repeats_must_agree(throughputs, code):
     assert [reason.code for reason in guards.check_repeats(throughputs, SETTINGS)] == ([code] if code else [])
 

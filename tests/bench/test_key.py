@@ -14,11 +14,21 @@ HARDWARE, SOFTWARE = {"cpu": "x", "count": 2}, {"vllm": "0.32.0"}
 SERVER = ServerSettings(model="/models/native", served_name="native-auto", max_num_seqs=8)
 
 
-def result(run, tok_s=100.0, settings=BenchSettings(input_len=16, output_len=8), server=SERVER, hardware=HARDWARE,
-           software=SOFTWARE, **changes):
+def result(
+    run,
+    tok_s=100.0,
+    settings=BenchSettings(input_len=16, output_len=8),
+    server=SERVER,
+    hardware=HARDWARE,
+    software=SOFTWARE,
+    **changes,
+):
     runs = {1: [run(tok_s=tok_s)] * 3, 8: [run(tok_s=2 * tok_s)] * 3}
-    return judge(runs, settings) | {"comparability": comparability(settings, server, hardware, software),
-                                    "checkpoint_id": "a", "emulated": []} | changes
+    return (
+        judge(runs, settings)
+        | {"comparability": comparability(settings, server, hardware, software), "checkpoint_id": "a", "emulated": []}
+        | changes
+    )
 
 
 def test_variants_compare(run):
@@ -27,18 +37,21 @@ def test_variants_compare(run):
     assert found["status"] == "valid" and found["ratios"]["output_tok_s"] == 1.5
 
 
-@pytest.mark.parametrize("changes, told", [
-    ({"hardware": HARDWARE | {"count": 4}}, "hardware"),
-    ({"software": {"vllm": "0.33.0"}}, "software"),
-    ({"settings": BenchSettings(input_len=16, output_len=8, seed=1)}, "workload"),
-    ({"settings": BenchSettings(input_len=16, output_len=8, cache="warm")}, "workload"),
-    ({"server": dataclasses.replace(SERVER, max_num_seqs=16)}, "server"),
-    ({"server": dataclasses.replace(SERVER, environment={"OMP_NUM_THREADS": "2"})}, "server"),
-    ({"hardware": None}, "fingerprint"),
-    ({"status": "invalid", "reason": "prefix_hits"}, "prefix_hits"),
-    ({"spec_decode_accept_length": 3.29}, "accept length"),
-    ({"emulated": ["mxfp4"], "checkpoint_id": "b"}, "mxfp4"),
-])
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"hardware": HARDWARE | {"count": 4}}, "hardware"),
+        ({"software": {"vllm": "0.33.0"}}, "software"),
+        ({"settings": BenchSettings(input_len=16, output_len=8, seed=1)}, "workload"),
+        ({"settings": BenchSettings(input_len=16, output_len=8, cache="warm")}, "workload"),
+        ({"server": dataclasses.replace(SERVER, max_num_seqs=16)}, "server"),
+        ({"server": dataclasses.replace(SERVER, environment={"OMP_NUM_THREADS": "2"})}, "server"),
+        ({"hardware": None}, "fingerprint"),
+        ({"status": "invalid", "reason": "prefix_hits"}, "prefix_hits"),
+        ({"spec_decode_accept_length": 3.29}, "accept length"),
+        ({"emulated": ["mxfp4"], "checkpoint_id": "b"}, "mxfp4"),
+    ],
+)
 def test_unlike_results_give_no_ratio(run, changes, told):
     for pair in ((result(run), result(run, **changes)), (result(run, **changes), result(run))):
         found = compare(*pair)
@@ -59,8 +72,19 @@ def test_break_even_instead_of_one_number(run):
     assert compare(base, base)["break_even_concurrency"] == 1
 
 
-@pytest.mark.parametrize("params", [{"input_length": 5}, {"workload": "dreams"}, {"concurrency": []}, {"concurrency": [2, 2]},
-                                    {"repeats": 0}, {"output_len": 1}, {"cache": "lukewarm"}, {"repeats": 9}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"input_length": 5},
+        {"workload": "dreams"},
+        {"concurrency": []},
+        {"concurrency": [2, 2]},
+        {"repeats": 0},
+        {"output_len": 1},
+        {"cache": "lukewarm"},
+        {"repeats": 9},
+    ],
+)
 def test_wrong_parameters_are_refused(params):
     with pytest.raises(ValueError):
         BenchSettings.from_params(params)

@@ -77,7 +77,7 @@ def measure(tmp_path, monkeypatch):
     def run(speeds, settings=SETTINGS, server=None, **fault):
         server = server or Server(checkpoint)
         monkeypatch.setattr(runner, "BenchClient", lambda *_: contextlib.nullcontext(Client(server, speeds, **fault)))
-        result = bench(server, settings, tmp_path / "out", hardware={}, software={})
+        result = bench(server, settings, tmp_path / "out", hardware={}, software={}, checkpoint_sha256="abc")
         return result, server.events
 
     return run
@@ -89,11 +89,12 @@ STEADY = {1: [10, 10.1, 9.9], 4: [30, 30.1, 29.9]}
 def test_order_of_a_bench(measure):
     result, events = measure(STEADY)
     kinds = [event.split(" seed")[0] for event in events]
-    assert kinds == ["warmup 1", "warmup 4"] + ["reset", "timed 1", "reset", "timed 4"] * 3 + ["memory"], \
+    assert kinds == ["warmup 1", "warmup 4"] + ["reset", "timed 1", "reset", "timed 4"] * 3 + ["memory"], (
         "warm-ups apart, a reset before each run, concurrencies alternate, memory after the last timed run"
+    )
     seeds = [event.split()[-1] for event in events if "seed" in event]
     assert len(set(seeds)) == len(seeds) == 8, "no two runs, warm or timed, share a seed"
-    assert result["status"] == "valid" and result["output_tok_s"] == 30
+    assert result["status"] == "valid" and result["output_tok_s"] == 30 and result["checkpoint_id"] == "abc"
     json.dumps(result, allow_nan=False)
 
 
@@ -124,8 +125,13 @@ def test_finished_runs_are_not_measured_again(measure):
     with pytest.raises(ServerDied):
         measure(STEADY, dies_at=5)  # two warm-ups and three runs went well
     result, events = measure({1: [10.2], 4: [29.5, 30]})
-    assert [event.split(" seed")[0] for event in events if " seed" in event] == \
-        ["warmup 1", "warmup 4", "timed 4", "timed 1", "timed 4"]
+    assert [event.split(" seed")[0] for event in events if " seed" in event] == [
+        "warmup 1",
+        "warmup 4",
+        "timed 4",
+        "timed 1",
+        "timed 4",
+    ]
     assert result["status"] == "valid" and result["per_concurrency"]["1"]["output_tok_s_max"] == 10.2
 
 

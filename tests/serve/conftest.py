@@ -31,7 +31,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def mock_settings(checkpoint, tmp_path):
-    """``mock_settings(behaviour fields..., _setting=...)`` -> settings of a stand-in server; pids go to tmp_path/pids."""
+    """``mock_settings(behaviour fields..., _setting=...)`` -> settings of a stand-in server; pids in tmp_path/pids."""
 
     def make(**fields):
         chosen = {name[1:]: fields.pop(name) for name in list(fields) if name.startswith("_")}

@@ -26,10 +26,18 @@ REQUESTED_BLOCK = 64
 def server(tmp_path_factory):
     """FP8 cache: the most that can differ between asked and done."""
     settings = ServerSettings(
-        model=MODEL, served_name="tiny-fp8", kv_cache_dtype="fp8", max_model_len=4096, max_num_seqs=8, block_size=REQUESTED_BLOCK,
-        max_num_batched_tokens=1024, kv_cache_memory_bytes=64 << 20, extra_args=("--dtype", "bfloat16", "--enforce-eager"),
+        model=MODEL,
+        served_name="tiny-fp8",
+        kv_cache_dtype="fp8",
+        max_model_len=4096,
+        max_num_seqs=8,
+        block_size=REQUESTED_BLOCK,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=64 << 20,
+        extra_args=("--dtype", "bfloat16", "--enforce-eager"),
         environment={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        command=(sys.executable, "-m", "vllm.entrypoints.openai.api_server"))
+        command=(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+    )
     with contextlib.suppress(ServerDied):  # the last test kills it
         with running(settings, tmp_path_factory.mktemp("server") / "log") as started:
             yield started
@@ -45,8 +53,12 @@ def test_it_serves_what_was_asked_and_says_what_it_did(server):
 
 def test_it_listens_on_loopback_only(server):
     port = int(server.base_url.rpartition(":")[2])
-    listening = [line.split()[1] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-                 if line.split()[3] == "0A"]
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
     assert [address for address in listening if int(address.rpartition(":")[2], 16) == port] == [f"0100007F:{port:04X}"]
 
 
@@ -54,7 +66,9 @@ def test_memory_report(server):
     (rank,) = server.memory_report()
     assert rank["weight_bytes"] > 1e6 and rank["kv_bytes_per_token"] == 288 and rank["kv_block_size"] == BLOCK
     assert rank["state_bytes_per_sequence"] == 3 * 70_144 and rank["activation_peak_bytes"] > 0
-    assert server.memory_report()[0]["activation_peak_bytes"] == rank["activation_peak_bytes"], "the same figure every time"
+    assert server.memory_report()[0]["activation_peak_bytes"] == rank["activation_peak_bytes"], (
+        "the same figure every time"
+    )
 
 
 def test_prefix_hits_at_the_edges_of_a_block(server):
@@ -84,8 +98,15 @@ def test_a_reused_prefix_answers_as_a_cold_one(server, cut):
 
 def test_a_small_bench(server, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "python_of", lambda name: sys.executable)
-    settings = BenchSettings(input_len=64, output_len=8, concurrency=(1, 4), num_prompts_per_concurrency=2, repeats=1,
-                             min_repeats=1, max_repeats=1)
+    settings = BenchSettings(
+        input_len=64,
+        output_len=8,
+        concurrency=(1, 4),
+        num_prompts_per_concurrency=2,
+        repeats=1,
+        min_repeats=1,
+        max_repeats=1,
+    )
     result = bench(server, settings, tmp_path, hardware={}, software={})
     assert result["status"] == "valid", result["reason"]
     assert result["effective"]["max_num_seqs"] == 8 and result["effective"]["kernels"]

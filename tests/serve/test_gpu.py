@@ -18,11 +18,14 @@ def nvidia_smi(tmp_path, monkeypatch):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         script = folder / "nvidia-smi"
-        script.write_text(f"#!/bin/sh\n[ {code} = 0 ] || {{ echo driver mismatch >&2; exit {code}; }}\n"
-                          f"case $1 in *query-gpu*) printf '{GPUS.format(used0=used0, used1=used1)}';; "
-                          f"*) printf '{apps}';; esac\n".replace("\n'", "\\n'").replace("4\n1", "4\\n1"))
+        script.write_text(
+            f"#!/bin/sh\n[ {code} = 0 ] || {{ echo driver mismatch >&2; exit {code}; }}\n"
+            f"case $1 in *query-gpu*) printf '{GPUS.format(used0=used0, used1=used1)}';; "
+            f"*) printf '{apps}';; esac\n".replace("\n'", "\\n'").replace("4\n1", "4\\n1")
+        )
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
     return install
 
 
@@ -34,8 +37,10 @@ def test_free_gpus_pass(nvidia_smi):
 def test_a_holder_is_named_and_lives_on(nvidia_smi, checkpoint, tmp_path):
     nvidia_smi(apps=f"GPU-b, {os.getpid()}, 70000, VLLM::EngineCor\\n", used1=70000)
     with pytest.raises(Refused, match=rf"GPU 1: pid {os.getpid()} \(VLLM::EngineCor\) holds 70000 MiB"):
-        with running(ServerSettings(model=checkpoint, served_name="x", env="serve-cuda", command=("/bin/false",)),
-                     tmp_path / "log"):
+        with running(
+            ServerSettings(model=checkpoint, served_name="x", env="serve-cuda", command=("/bin/false",)),
+            tmp_path / "log",
+        ):
             pytest.fail("started beside another server")
     assert not (tmp_path / "log").exists()
     gpu.check_free(visible="0")  # the other GPU is free

@@ -22,8 +22,11 @@ with measuring("another bench"):
 
 def holder(seconds):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    process = subprocess.Popen([sys.executable, "-c", HOLDER.format(root=root, seconds=seconds)], stdout=subprocess.PIPE,
-                               env=os.environ | {"TMPDIR": tempfile.gettempdir()})
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.format(root=root, seconds=seconds)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": tempfile.gettempdir()},
+    )
     assert process.stdout.readline() == b"held\n"
     return process
 

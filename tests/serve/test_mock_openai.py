@@ -12,7 +12,9 @@ from tests.mock_openai import Behaviour, MockServer
 
 
 def post(server: MockServer, path: str, body: dict):
-    request = urllib.request.Request(server.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        server.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=10) as response:
         return response.read().decode()
 
@@ -42,8 +44,13 @@ def test_a_correct_answer_counts_its_tokens():
 
 def test_stream_ends_with_usage():
     with MockServer() as server:
-        got = events(post(server, "/v1/completions", {"prompt": "a b", "max_tokens": 3, "stream": True,
-                                                      "stream_options": {"include_usage": True}}))
+        got = events(
+            post(
+                server,
+                "/v1/completions",
+                {"prompt": "a b", "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}},
+            )
+        )
         assert len(got) == 4 and got[-1]["usage"]["completion_tokens"] == 3
 
 
@@ -60,14 +67,17 @@ def test_custom_answers_stop_where_asked():
         assert choice["text"] == " 12 " and choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("behaviour, look", [
-    (Behaviour(wrong_after_tokens=2), lambda a: a["choices"][0]["text"].endswith(" wrong wrong")),
-    (Behaviour(repeat_after_request=0), lambda a: a["choices"][0]["text"] == "!!!!"),
-    (Behaviour(short_output_tokens=1), lambda a: a["usage"]["completion_tokens"] == 3),
-    (Behaviour(prompt_tokens_lower_by=2), lambda a: a["usage"]["prompt_tokens"] == 1),
-    (Behaviour(finish_reason="stop"), lambda a: a["choices"][0]["finish_reason"] == "stop"),
-    (Behaviour(empty_content=True), lambda a: not a["choices"][0]["text"]),
-])
+@pytest.mark.parametrize(
+    "behaviour, look",
+    [
+        (Behaviour(wrong_after_tokens=2), lambda a: a["choices"][0]["text"].endswith(" wrong wrong")),
+        (Behaviour(repeat_after_request=0), lambda a: a["choices"][0]["text"] == "!!!!"),
+        (Behaviour(short_output_tokens=1), lambda a: a["usage"]["completion_tokens"] == 3),
+        (Behaviour(prompt_tokens_lower_by=2), lambda a: a["usage"]["prompt_tokens"] == 1),
+        (Behaviour(finish_reason="stop"), lambda a: a["choices"][0]["finish_reason"] == "stop"),
+        (Behaviour(empty_content=True), lambda a: not a["choices"][0]["text"]),
+    ],
+)
 def test_each_lie_shows(behaviour, look):
     with MockServer() as honest, MockServer(behaviour) as server:
         assert look(complete(server)) and not look(complete(honest))

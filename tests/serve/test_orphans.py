@@ -25,7 +25,8 @@ STAGE = """
     from pipeline.serve import ServerSettings, running
     here = Path({folder!r})
     settings = ServerSettings(model=here / "checkpoint", served_name="tiny", start_allowance_s=60, stop_grace_s=1.0,
-                              command=({python!r}, {mock!r}, "--behaviour", {behaviour!r}, "--pid-file", str(here / "pids")))
+                              command=({python!r}, {mock!r}, "--behaviour", {behaviour!r},
+                                       "--pid-file", str(here / "pids")))
     with running(settings, here / "log") as server:
         (here / "stage.pid").write_text(str(__import__("os").getpid()))
         print("ready", flush=True)
@@ -40,8 +41,11 @@ def stage(tmp_path, checkpoint):
     def make(ignore_sigterm=False):
         script = tmp_path / "stage.py"
         behaviour = json.dumps({"fork_child": True, "ignore_sigterm": ignore_sigterm})
-        script.write_text(textwrap.dedent(STAGE).format(folder=str(tmp_path), python=sys.executable, mock=str(MOCK),
-                                                        behaviour=behaviour))
+        script.write_text(
+            textwrap.dedent(STAGE).format(
+                folder=str(tmp_path), python=sys.executable, mock=str(MOCK), behaviour=behaviour
+            )
+        )
         return script
 
     return make
@@ -75,8 +79,15 @@ def gone(pids):
 
 def end(process, folder):
     """Leave nothing of a failed test behind."""
-    for pid in [process.pid, *(int(text) for name in ("pids", "stage.pid") if (folder / name).exists()
-                               for text in (folder / name).read_text().split())]:
+    for pid in [
+        process.pid,
+        *(
+            int(text)
+            for name in ("pids", "stage.pid")
+            if (folder / name).exists()
+            for text in (folder / name).read_text().split()
+        ),
+    ]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -108,10 +119,15 @@ def test_ctrl_c_stops_in_order(stage, tmp_path):
 
 def test_killing_dvc_itself_ends_the_server(stage, tmp_path):
     """dvc runs the stage through ``sh -c``; both outlive it."""
-    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"serve": {
-        "cmd": f"{sys.executable} {stage(ignore_sigterm=True)} && true", "outs": ["never"]}}}))
+    (tmp_path / "dvc.yaml").write_text(
+        json.dumps(
+            {"stages": {"serve": {"cmd": f"{sys.executable} {stage(ignore_sigterm=True)} && true", "outs": ["never"]}}}
+        )
+    )
     dvc = [sys.executable, "-m", "dvc"]
-    subprocess.run([*dvc, "init", "--no-scm", "-q"], cwd=tmp_path, check=True, env=os.environ | {"DVC_NO_ANALYTICS": "1"})
+    subprocess.run(
+        [*dvc, "init", "--no-scm", "-q"], cwd=tmp_path, check=True, env=os.environ | {"DVC_NO_ANALYTICS": "1"}
+    )
     process = start([*dvc, "repro"], tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         pids = server_pids(tmp_path, process)
@@ -140,10 +156,12 @@ def test_killing_the_watchdog_too_leaves_nothing(mock_settings, tmp_path):
 def test_a_process_that_leaves_the_group_is_found(tmp_path):
     """A daemon that made its own session and lost its parent is still the watchdog's descendant."""
     script = tmp_path / "escape.py"
-    script.write_text("import os, time\n"
-                      "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
-                      f"  open({str(tmp_path / 'escaped')!r}, 'w').write(str(os.getpid()))\n  time.sleep(600)\n os._exit(0)\n"
-                      "time.sleep(600)\n")
+    script.write_text(
+        "import os, time\n"
+        "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
+        f"  open({str(tmp_path / 'escaped')!r}, 'w').write(str(os.getpid()))\n  time.sleep(600)\n os._exit(0)\n"
+        "time.sleep(600)\n"
+    )
     from pipeline.serve.process import ServerProcess
 
     process = ServerProcess([sys.executable, str(script)], os.environ, tmp_path / "log", grace_s=2.0)
@@ -171,10 +189,17 @@ def test_guardians_end_with_dvc(tmp_path):
     assert guardians()[0][0] == os.getpid()
     code = "import json; from pipeline.serve.process import guardians; print(json.dumps([p for p, _ in guardians()]))"
     fake = tmp_path / "dvc"
-    fake.write_text(f"import os, subprocess, sys\nprint(os.getpid(), flush=True)\n"
-                    f"subprocess.run(['sh', '-c', {sys.executable!r} + ' -c \"' + {code!r} + '\"; true'])\n")
-    text = subprocess.run([sys.executable, fake], capture_output=True, text=True, check=True,
-                          env=os.environ | {"PYTHONPATH": str(REPOSITORY)}).stdout
+    fake.write_text(
+        f"import os, subprocess, sys\nprint(os.getpid(), flush=True)\n"
+        f"subprocess.run(['sh', '-c', {sys.executable!r} + ' -c \"' + {code!r} + '\"; true'])\n"
+    )
+    text = subprocess.run(
+        [sys.executable, fake],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    ).stdout
     dvc, chain = text.splitlines()
     chain = json.loads(chain)
     assert len(chain) >= 3 and int(dvc) in chain and (chain[-1] == int(dvc) or len(guardians()) > 1)

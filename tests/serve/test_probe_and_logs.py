@@ -29,10 +29,10 @@ def test_nothing_to_compare_is_no_agreement(behaviour):
 
 
 LOG = """\
-INFO 09-22 kv_cache_utils.py:2328] GPU KV cache size: 1,966,080 tokens, Maximum concurrency for 1,048,576 tokens per request: 1.88x
+INFO 09-22 kv] GPU KV cache size: 1,966,080 tokens, Maximum concurrency for 1,048,576 tokens per request: 1.88x
 INFO 09-22 default_loader.py:502] Loading weights took 170.25 seconds
-INFO 09-22 interface.py:1097] Setting attention block size to 1536 tokens to ensure that attention page size is >= mamba page size.
-WARNING 09-22 kv_cache.py:163] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify that k/v_scale
+INFO 09-22 interface] Setting attention block size to 1536 tokens to ensure that attention page size is >= it.
+WARNING 09-22 kv_cache] Using KV cache scaling factor 1.0 for fp8_e4m3. If this is unintended, verify that k/v_scale
 WARNING 09-22 kv_cache.py:201] Using uncalibrated q_scale 1.0 and/or prob_scale 1.0 with fp8 attention.
 """
 
@@ -59,13 +59,16 @@ def test_the_end_of_a_long_log(tmp_path):
 
 
 def test_metrics_are_summed_over_engines_and_gauges_are_not():
-    text = ('# TYPE vllm:generation_tokens_total counter\n'
-            'vllm:generation_tokens_total{engine="0",model_name="a,b"} 10.0\nvllm:generation_tokens_total{engine="1"} 5.0\n'
-            '# TYPE vllm:kv_cache_usage_perc gauge\n'
-            'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
-            'vllm:request_success_total{finished_reason="stop"} 3.0\nvllm:request_success_total{finished_reason="length"} 4.0\n'
-            'vllm:e2e_bucket{le="0.5"} 7\n'
-            'vllm:cache_config_info{block_size="256",cache_dtype="auto",engine="0"} 1.0\n')
+    text = (
+        "# TYPE vllm:generation_tokens_total counter\n"
+        'vllm:generation_tokens_total{engine="0",model_name="a,b"} 10.0\nvllm:generation_tokens_total{engine="1"} 5.0\n'
+        "# TYPE vllm:kv_cache_usage_perc gauge\n"
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+        'vllm:request_success_total{finished_reason="stop"} 3.0\n'
+        'vllm:request_success_total{finished_reason="length"} 4.0\n'
+        'vllm:e2e_bucket{le="0.5"} 7\n'
+        'vllm:cache_config_info{block_size="256",cache_dtype="auto",engine="0"} 1.0\n'
+    )
     values = http.parse_metrics(text)
     assert values["vllm:generation_tokens_total"] == 15 and values["vllm:kv_cache_usage_perc"] == 0.75
     assert values["vllm:request_success_total"] == 7 and values["vllm:request_success_total/stop"] == 3

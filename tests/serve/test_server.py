@@ -111,7 +111,9 @@ def test_no_weights_is_said_before_anything_starts(tmp_path):
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_stop_ends_the_whole_group(mock_settings, tmp_path, stubborn):
-    with running(mock_settings(fork_child=True, ignore_sigterm=stubborn, _stop_grace_s=2.0), tmp_path / "log") as server:
+    with running(
+        mock_settings(fork_child=True, ignore_sigterm=stubborn, _stop_grace_s=2.0), tmp_path / "log"
+    ) as server:
         group = pids(tmp_path)
         assert len(group) == 2 and living(group) == group and server.pid == group[0]
         began = time.monotonic()
@@ -190,12 +192,27 @@ def test_no_secret_reaches_arguments_environment_or_log(mock_settings, checkpoin
 
 
 def test_the_command_line(checkpoint):
-    settings = ServerSettings(model=checkpoint, served_name="fp8-fp8", kv_cache_dtype="fp8", max_num_seqs=8, block_size=64,
-                              tensor_parallel_size=2, extra_args=("--enforce-eager",))
+    settings = ServerSettings(
+        model=checkpoint,
+        served_name="fp8-fp8",
+        kv_cache_dtype="fp8",
+        max_num_seqs=8,
+        block_size=64,
+        tensor_parallel_size=2,
+        extra_args=("--enforce-eager",),
+    )
     line = " ".join(settings.arguments(4242))
-    for part in ("--host 127.0.0.1 --port 4242", "--served-model-name fp8-fp8", "--kv-cache-dtype fp8", "--max-num-seqs 8",
-                 "--block-size 64", "--tensor-parallel-size 2", "--enforce-eager", "--enable-prefix-caching",
-                 "--worker-extension-cls vllm_k3_cpu.memory_report.MemoryReport"):
+    for part in (
+        "--host 127.0.0.1 --port 4242",
+        "--served-model-name fp8-fp8",
+        "--kv-cache-dtype fp8",
+        "--max-num-seqs 8",
+        "--block-size 64",
+        "--tensor-parallel-size 2",
+        "--enforce-eager",
+        "--enable-prefix-caching",
+        "--worker-extension-cls vllm_k3_cpu.memory_report.MemoryReport",
+    ):
         assert part in line
     assert "--max-model-len" not in line and "--mamba-ssm-cache-dtype" not in line
     json.dumps(settings.requested())
