@@ -192,7 +192,7 @@ def main() -> None:
                 probed, now = elapsed, CURRICULUM[min(place + 1, 3)][1] * (2 if place < 2 else 1)
                 model.eval()
                 cells = {family: score(model, family, now, 32, 7, words) for family in FAMILIES}
-                note["probe"] = {f"{family}@{now}": [cell["accuracy"], cell["item_accuracy"]]
+                note["probe"] = {f"{family}@{now}": [cell["accuracy"], cell["forced_item_accuracy"]]
                                  for family, cell in cells.items()}
                 model.train()
             save(note)
