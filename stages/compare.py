@@ -18,13 +18,13 @@ REFERENCE = Variant("native", "auto")
 
 def main(name: str) -> None:
     variant, model, gates = Variant.parse(name), params.load("model"), params.load("gates")
-    samples = f"metrics/samples/{name}.jsonl"
+    samples = f"metrics/pairs/{name}.jsonl"
     if variant == REFERENCE:
         comparison = reference(samples, model["reference_scores"], gates)
     else:
-        logprobs = [f"metrics/logprobs/{each}.jsonl.gz" for each in (REFERENCE.name, name)]
+        logprobs = [f"metrics/pairs/{each}.logprobs.jsonl.gz" for each in (REFERENCE.name, name)]
         distance = compare_logprobs(*logprobs, buckets=tuple(params.load("eval")["fidelity"]["position_buckets"]))
-        comparison = compare(f"metrics/samples/{REFERENCE.name}.jsonl", samples, gates, fidelity=distance)
+        comparison = compare(f"metrics/pairs/{REFERENCE.name}.jsonl", samples, gates, fidelity=distance)
     bench = read_json(f"metrics/bench/{name}.json")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     recipe = params.load("quant")["schemes"][variant.quant]

@@ -1,14 +1,12 @@
 """metrics/evals/<variant>.json: long-context accuracy of one variant, served; its samples beside it."""
 
-import json
 import sys
 from pathlib import Path
 
 from pipeline import params, stage, store
 from pipeline.evals import fidelity, runner
-from pipeline.evals.runs import NEEDED, load_run
 from pipeline.evals.settings import parse
-from pipeline.files import read_json, sha256_json, write_json, write_text
+from pipeline.files import read_json, sha256_json, write_json
 from pipeline.plan import hardware
 from pipeline.serve.server import running
 from pipeline.serving import server_settings
@@ -41,12 +39,9 @@ def main(name: str) -> None:
             conditions=conditions,
             journal_dir=Path(".cache/journals") / name,
         )
-        logprobs = f"metrics/logprobs/{name}.jsonl.gz"
+        logprobs = samples / "logprobs.jsonl.gz"
         fidelity.record(server.base_url, server.model, model["path"], Path("data/eval"), settings, logprobs, conditions=conditions)
         result["server"] = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
-    run = load_run(samples / runner.SAMPLES)
-    rows = [{key: row[key] for key in sorted(NEEDED)} for row in run.rows]  # without the texts: small enough for git
-    write_text(f"metrics/samples/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in [run.header, *rows]))
     write_json(f"metrics/evals/{name}.json", result)
     print(f"{name}: {result['status']}, accuracy {result['accuracy']}", file=sys.stderr)
 
