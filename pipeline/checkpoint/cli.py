@@ -17,10 +17,13 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="pipeline verify",
-        description="List everything that is wrong with a checkpoint. Exit code 0: no errors; 3: findings; 6: cannot read it.",
+        description="List everything that is wrong with a checkpoint. Exit code 0: no errors; 3: findings; "
+        "6: cannot read it.",
     )
     made.add_argument("directory", help="the checkpoint")
-    made.add_argument("--base", help="the checkpoint it was made from: compare names, dtypes, bytes and auxiliary files")
+    made.add_argument(
+        "--base", help="the checkpoint it was made from: compare names, dtypes, bytes and auxiliary files"
+    )
     made.add_argument("--hashes", metavar="MANIFEST", help="check every file's size and SHA-256 against this manifest")
     made.add_argument("--headers-only", action="store_true", help="read no tensor bytes")
     made.add_argument("--strict", action="store_true", help="warnings count as findings")

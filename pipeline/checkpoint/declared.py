@@ -1,7 +1,7 @@
 """What a config declares about quantization, wherever it says so, and which modules that covers.
 
-The matching is compressed-tensors' own: ``re:`` patterns are ``re.match``-ed against module names, other strings are module
-names or class names; ignore wins over targets, an earlier config group over a later one.
+The matching is compressed-tensors' own: ``re:`` patterns are ``re.match``-ed against module names, other strings are
+module names or class names; ignore wins over targets, an earlier config group over a later one.
 """
 
 from __future__ import annotations
@@ -98,12 +98,20 @@ def parse(path: str, raw: dict[str, Any]) -> Declared:
         try:
             weights = group.get("weights") or {}
             groups.append(
-                Group(name, tuple(group["targets"]), group.get("format") or raw.get("format"), weights, group.get("input_activations"))
+                Group(
+                    name,
+                    tuple(group["targets"]),
+                    group.get("format") or raw.get("format"),
+                    weights,
+                    group.get("input_activations"),
+                )
             )  # fmt: skip
         except (TypeError, KeyError, AttributeError):
             raise Unreadable(f"{path}.config_groups.{name}: malformed (needs targets and weights)") from None
     ignore = raw.get("ignore") or ()
-    return Declared(path, raw.get("quant_method"), raw.get("format"), tuple(ignore), tuple(groups), raw.get("kv_cache_scheme"), raw)
+    return Declared(
+        path, raw.get("quant_method"), raw.get("format"), tuple(ignore), tuple(groups), raw.get("kv_cache_scheme"), raw
+    )
 
 
 class Matcher:

@@ -1,7 +1,7 @@
 """Safetensors headers, read and written without numpy or torch.
 
-A file is: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, the tensors' bytes
-back to back (https://github.com/huggingface/safetensors).
+A file is: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, the tensors'
+bytes back to back (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Tensor:
 
     @property
     def module(self) -> str:
-        """``model.norm`` of ``model.norm.weight``: what quantization targets and ignore patterns are matched against."""
+        """``model.norm`` of ``model.norm.weight``: what quantization targets and ignore patterns are matched against.
+        """
         return self.name.rpartition(".")[0]
 
     @property
@@ -90,7 +91,9 @@ def read_header(path: Path | str) -> Header:
         raise HeaderError("header is not a JSON object")
     metadata = entries.pop("__metadata__", None) or {}
     data_start = 8 + length
-    tensors = sorted((_tensor(name, entry, data_start) for name, entry in entries.items()), key=lambda t: (t.start, t.end))
+    tensors = sorted(
+        (_tensor(name, entry, data_start) for name, entry in entries.items()), key=lambda t: (t.start, t.end)
+    )
     _check_layout(tensors, data_start, size)
     return Header({tensor.name: tensor for tensor in tensors}, metadata, data_start, size)
 

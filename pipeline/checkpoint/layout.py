@@ -16,7 +16,7 @@ VISION = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|visual|mm_projector|m
 
 # Tensors that K3 stores in F32 and that must stay F32: rounding the router's bias changes which experts are chosen.
 F32_TENSORS = re.compile(
-    r"(?:\.A_log|\.dt_bias|(?<!vision_tower)\.[qkv]?_?conv1d\.weight|\.self_attn\.o_norm\.weight|\.e_score_correction_bias)$"
+    r"\.(?:A_log|dt_bias|e_score_correction_bias|self_attn\.(?:[qkv]_)?conv1d\.weight|self_attn\.o_norm\.weight)$"
 )
 ROUTER_GATE = re.compile(r"(?:block_sparse_moe|mlp|moe)\.gate$")
 

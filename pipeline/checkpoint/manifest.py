@@ -1,4 +1,6 @@
-"""The list of a checkpoint's files with sizes and SHA-256: what DVC tracks instead of terabytes, and what `--hashes` checks."""
+"""The list of a checkpoint's files with sizes and SHA-256: what DVC tracks instead of terabytes, and what `--hashes`
+checks.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,12 @@ def check(directory: Path | str, manifest: dict[str, Any]) -> list[Finding]:
     found = []
     again = "fetch or write the file again"
     for name in sorted(wanted.keys() - set(present)):
-        found.append(Finding("manifest-missing", name, "", f"in the manifest ({wanted[name]['size_bytes']} bytes), not on disk", again))
+        message = f"in the manifest ({wanted[name]['size_bytes']} bytes), not on disk"
+        found.append(Finding("manifest-missing", name, "", message, again))
     for name in present:
         if name not in wanted:
-            found.append(Finding("manifest-extra", name, "", "on disk, not in the manifest", "remove it, or write the manifest again"))
+            remedy = "remove it, or write the manifest again"
+            found.append(Finding("manifest-extra", name, "", "on disk, not in the manifest", remedy))
             continue
         size = (directory / name).stat().st_size
         if size != wanted[name]["size_bytes"]:

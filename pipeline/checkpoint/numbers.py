@@ -1,4 +1,6 @@
-"""The number formats, in numpy: E2M1 codes, rounding to bf16, fp16 and E4M3.  Every rounding is to nearest, ties to even."""
+"""The number formats, in numpy: E2M1 codes, rounding to bf16, fp16 and E4M3.  Every rounding is to nearest, ties to
+even.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lint rules that read bytes: scales and floats that are NaN, infinite, zero or negative, and comparison with a base."""
+"""Lint rules that read bytes: scales and floats that are NaN, infinite, zero or negative, and comparison with a base.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +10,11 @@ import numpy as np
 
 from pipeline import files
 from pipeline.checkpoint import layout, numbers
-from pipeline.checkpoint.declared import CONFIG_KEYS
 from pipeline.checkpoint.finding import Finding
 from pipeline.checkpoint.headers import Tensor
-from pipeline.checkpoint.reading import CONFIG, Checkpoint
-from pipeline.checkpoint.rules_files import same_file
-from pipeline.checkpoint.rules_scheme import NATIVE_FORMAT, Table, is_packed
+from pipeline.checkpoint.reading import Checkpoint
+from pipeline.checkpoint.rules_stored import NATIVE_FORMAT
+from pipeline.checkpoint.table import Table
 from pipeline.errors import Unreadable
 
 CHUNK_BYTES = 1 << 24
@@ -36,7 +36,7 @@ def _values(dtype: str, data: bytes) -> np.ndarray:
             return np.frombuffer(data, np.uint8)
 
 
-def _chunks(checkpoint: Checkpoint, shard: str, tensor: Tensor) -> Iterator[bytes]:
+def chunks_of(checkpoint: Checkpoint, shard: str, tensor: Tensor) -> Iterator[bytes]:
     with open(checkpoint.directory / shard, "rb") as stream:
         stream.seek(tensor.start)
         left = tensor.size_bytes
@@ -46,7 +46,9 @@ def _chunks(checkpoint: Checkpoint, shard: str, tensor: Tensor) -> Iterator[byte
 
 
 def values(table: Table) -> Iterator[Finding]:
-    """No NaN or infinity in any float tensor, no zero or negative scale, no E8M0 255, power-of-two scales where promised."""
+    """No NaN or infinity in any float tensor, no zero or negative scale, no E8M0 255, power-of-two scales where
+    promised.
+    """
     checkpoint = table.checkpoint
     pow2 = _promises_pow2(checkpoint.directory)
     for shard, header in checkpoint.headers.items():
@@ -55,9 +57,16 @@ def values(table: Table) -> Iterator[Finding]:
             group = table.group_of.get(tensor.module)
             if tensor.dtype in ("U8", "F8_E8M0"):
                 if is_scale and (tensor.dtype == "F8_E8M0" or group is None or group.format == NATIVE_FORMAT):
-                    bad = sum(int((np.frombuffer(data, np.uint8) == numbers.E8M0_NAN).sum()) for data in _chunks(checkpoint, shard, tensor))
+                    chunks = chunks_of(checkpoint, shard, tensor)
+                    bad = sum(int((np.frombuffer(data, np.uint8) == numbers.E8M0_NAN).sum()) for data in chunks)
                     if bad:
-                        yield Finding("e8m0-nan", shard, tensor.name, f"{bad} of {tensor.size_bytes} exponents are 255, which is NaN", "fetch the shard again, or repair its source")
+                        yield Finding(
+                            "e8m0-nan",
+                            shard,
+                            tensor.name,
+                            f"{bad} of {tensor.size_bytes} exponents are 255, which is NaN",
+                            "fetch the shard again, or repair its source",
+                        )
             elif tensor.dtype in _FLOATS:
                 yield from _floats(checkpoint, shard, tensor, is_scale, pow2 and tensor.parameter == "weight_scale")
         yield from _shape_tensors(table, shard)
@@ -65,7 +74,7 @@ def values(table: Table) -> Iterator[Finding]:
 
 def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, pow2: bool) -> Iterator[Finding]:
     count = nan = infinite = zero = negative = uneven = 0
-    for data in _chunks(checkpoint, shard, tensor):
+    for data in chunks_of(checkpoint, shard, tensor):
         x = _values(tensor.dtype, data)
         count += x.size
         nan += int(np.isnan(x).sum())
@@ -78,13 +87,21 @@ def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, 
     place = (shard, tensor.name)
     for bad, what in ((nan, "NaN"), (infinite, "infinite")):
         if bad:
-            yield Finding("scale-not-finite" if is_scale else "not-finite", *place, f"{bad} of {count} values are {what}", AGAIN)
+            yield Finding(
+                "scale-not-finite" if is_scale else "not-finite", *place, f"{bad} of {count} values are {what}", AGAIN
+            )
     if zero:
         yield Finding("scale-zero", *place, f"{zero} of {count} scales are 0: 1/0 at run time", AGAIN)
     if negative:
         yield Finding("scale-negative", *place, f"{negative} of {count} scales are negative", AGAIN)
     if uneven and not (nan or infinite or zero):
-        yield Finding("scale-not-pow2", *place, f"{uneven} of {count} scales are no powers of two, which the recipe promised (UE8M0 rounding on Blackwell would change the weights)", AGAIN)
+        yield Finding(
+            "scale-not-pow2",
+            *place,
+            f"{uneven} of {count} scales are no powers of two, which the recipe promised (UE8M0 rounding on Blackwell "
+            "would change the weights)",
+            AGAIN,
+        )
 
 
 def _promises_pow2(directory: Path) -> bool:
@@ -108,7 +125,13 @@ def _shape_tensors(table: Table, shard: str) -> Iterator[Finding]:
         said = np.frombuffer(table.checkpoint.read(tensor.name), np.int64).tolist()
         per_word = 32 // (group.num_bits or 4)
         if said[:1] != [packed.shape[0]] or -(-said[-1] // per_word) != packed.shape[1]:
-            yield Finding("weight-shape", shard, tensor.name, f"says {said}, the packed weight is {list(packed.shape)} words of {per_word}", AGAIN)
+            yield Finding(
+                "weight-shape",
+                shard,
+                tensor.name,
+                f"says {said}, the packed weight is {list(packed.shape)} words of {per_word}",
+                AGAIN,
+            )
 
 
 def global_scales(table: Table) -> Iterator[Finding]:
@@ -122,76 +145,10 @@ def global_scales(table: Table) -> Iterator[Finding]:
         if len(set(scales.values())) > 1:
             name = f"{members[-1]}.weight_global_scale"
             each = ", ".join(f"{module.rpartition('.')[2]} {value:g}" for module, value in scales.items())
-            yield Finding("global-scale-differs", table.shard(name), name, f"an engine uses one global scale for these, they have {each}", "requantize the set together")
-
-
-def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
-    """Every module of the base is there, unquantized tensors byte for byte, auxiliary files and the rest of config.json too."""
-    checkpoint = table.checkpoint
-    base_modules: dict[str, dict[str, Tensor]] = {}
-    for tensor in base.tensors().values():
-        base_modules.setdefault(tensor.module, {})[tensor.parameter] = tensor
-    copy = "copy it from the base"
-    for module, stored in base_modules.items():
-        mine = table.modules.get(module, {})
-        if is_packed(stored) or is_packed(mine):
-            weight = stored.get("weight_packed") or stored.get("weight")
-            if not mine.get("weight_packed") and not mine.get("weight"):
-                yield Finding("base-missing", base.weight_map[weight.name], weight.name, "in the base, no weight of this module here", copy)
-            elif (logical := _logical(mine, table, module)) and (wanted := _logical(stored, None, module)) and logical != wanted:
-                tensor = mine.get("weight_packed") or mine["weight"]
-                yield Finding("shape-drift", table.shard(tensor.name), tensor.name, f"a matrix of {list(logical)}, in the base {list(wanted)}", AGAIN)
-            continue
-        for parameter, tensor in stored.items():
-            other = mine.get(parameter)
-            if other is None:
-                yield Finding("base-missing", base.weight_map[tensor.name], tensor.name, "in the base, not here", copy)
-            elif other.dtype != tensor.dtype:
-                yield Finding("dtype-drift", table.shard(tensor.name), tensor.name, f"stored as {other.dtype}, in the base {tensor.dtype}", copy + " byte for byte")
-            elif other.shape != tensor.shape:
-                yield Finding("shape-drift", table.shard(tensor.name), tensor.name, f"shape {list(other.shape)}, in the base {list(tensor.shape)}", copy)
-    for module in sorted(table.modules.keys() - base_modules.keys()):
-        for tensor in table.modules[module].values():
-            if tensor.parameter not in ("k_scale", "v_scale", "q_scale"):
-                yield Finding("base-extra", table.shard(tensor.name), tensor.name, "not in the base", "drop it")
-    for key in sorted((base.config.keys() | checkpoint.config.keys()) - set(CONFIG_KEYS)):
-        if _plain(base.config.get(key)) != _plain(checkpoint.config.get(key)):
-            yield Finding("config-drift", CONFIG, "", f"$.{key} differs from the base's", "take it from the base")
-    for name in base.auxiliary:
-        if name == PROVENANCE:
-            continue
-        if not (checkpoint.directory / name).exists():
-            yield Finding("aux-missing", name, "", "in the base, not here", copy)
-        elif not same_file(base.directory / name, checkpoint.directory / name):
-            yield Finding("aux-changed", name, "", "differs from the base's", copy)
-
-
-def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
-    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes."""
-    for tensor in base.tensors().values():
-        mine = table.modules.get(tensor.module, {})
-        other = mine.get(tensor.parameter)
-        if other is None or is_packed(mine) or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
-            continue
-        pairs = zip(_chunks(base, base.weight_map[tensor.name], tensor), _chunks(table.checkpoint, table.shard(tensor.name), other), strict=True)
-        if any(one != two for one, two in pairs):
-            yield Finding("bytes-drift", table.shard(tensor.name), tensor.name, f"{tensor.dtype} {list(tensor.shape)} differs from the base", "copy it from the base byte for byte")
-
-
-def _logical(stored: dict[str, Tensor], table: Table | None, module: str) -> tuple[int, ...] | None:
-    """Shape of the matrix that is stored, packing undone."""
-    packed = stored.get("weight_packed")
-    if packed is None:
-        weight = stored.get("weight")
-        return weight.shape if weight else None
-    if len(packed.shape) != 2 or packed.dtype not in ("U8", "I32"):
-        return None
-    group = table.group_of.get(module) if table else None
-    per_item = 2 if packed.dtype == "U8" else 32 // ((group.num_bits if group else None) or 4)
-    return (packed.shape[0], packed.shape[1] * per_item)
-
-
-def _plain(config: object) -> object:
-    if isinstance(config, dict):
-        return {key: _plain(value) for key, value in config.items() if key not in CONFIG_KEYS}
-    return config
+            yield Finding(
+                "global-scale-differs",
+                table.shard(name),
+                name,
+                f"an engine uses one global scale for these, they have {each}",
+                "requantize the set together",
+            )

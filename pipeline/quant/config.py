@@ -36,7 +36,9 @@ def build(
     else:
         # Several schemes in one checkpoint: each names its modules, for "Linear" would claim them all.
         for members, group in groups:
-            group["targets"] = targets_for(members, [other for others, _ in groups if others is not members for other in others])
+            group["targets"] = targets_for(
+                members, [other for others, _ in groups if others is not members for other in others]
+            )
     quantized = [module.name for members, _ in groups for module in members]
     formats = {group["format"] for _, group in groups}
     new["quantization_config"] = {
@@ -59,7 +61,9 @@ def without_quantization(config: Any) -> Any:
 
 
 def targets_for(members: list[Module], others: list[Module]) -> list[str]:
-    """Regular expressions, one a kind where that tells members from others, that match all ``members`` and no ``others``."""
+    """Regular expressions, one a kind where that tells members from others, that match all ``members`` and no
+    ``others``.
+    """
     targets = []
     for kind in sorted({module.kind for module in members}):
         pattern = "re:.*" + re.escape(kind).replace(r"experts\.w", r"experts\..*w") + "$"

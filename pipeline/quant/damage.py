@@ -11,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Damage:
-    """``inexact`` of ``weights`` decode to another number than the source's; ``error`` and ``signal`` are sums of squares.
+    """``inexact`` of ``weights`` decode to another number than the source's; ``error`` and ``signal`` are sums of
+    squares.
 
     ``spread`` is the largest difference of two MXFP4 group exponents under one output scale, all-zero groups left out;
     ``None`` for sources without group exponents.
@@ -38,7 +39,9 @@ NOTHING = Damage(0, 0, 0.0, 0.0, None)
 
 
 def report(damage: Damage) -> dict[str, Any]:
-    """``exact_fraction``, ``relative_rmse``, ``sqnr_db`` (``None`` where nothing changed: the ratio is infinite), ``spread``."""
+    """``exact_fraction``, ``relative_rmse``, ``sqnr_db`` (``None`` where nothing changed: the ratio is infinite),
+    ``spread``.
+    """
     relative = math.sqrt(damage.error / damage.signal) if damage.error and damage.signal else 0.0
     return {
         "weights": damage.weights,

@@ -1,4 +1,6 @@
-"""Requantize a checkpoint: plan, convert shard by shard in one or several processes, resume, and write it whole or not at all."""
+"""Requantize a checkpoint: plan, convert shard by shard in one or several processes, resume, and write it whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from pipeline import files
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.reading import CONFIG, INDEX, MANIFEST
 from pipeline.errors import Invalid, Refused, Unreadable
-from pipeline.quant import native, planning
+from pipeline.quant import native, planning, records
 from pipeline.quant.config import PROVENANCE
-from pipeline.quant.damage import Damage, summarize
+from pipeline.quant.damage import summarize
 from pipeline.quant.planning import Plan, ShardPlan
 from pipeline.quant.recipe import Recipe
+from pipeline.quant.records import LOCK, OUTPUT, RECORDS
 from pipeline.quant.streaming import convert_shard
 
-RECORDS, OUTPUT, LOCK = "records", "checkpoint", "lock"  # inside the work directory
 LOCK_PATIENCE_S = 2.0
 
 # tqdm's own lock is shared with forked processes; one that is killed while it holds it would stop all the others.
@@ -52,10 +53,10 @@ def requantize(
     whose (source hash, recipe) is on record there is not done again.  The target appears whole, by a rename.
 
     ``source_manifest``: where given, each source shard's SHA-256 must equal it (checked while reading).
-    Returns ``{"status", "reason", "recipe", "recipe_sha256", "source", "damage", "files", "run"}``; ``files`` lists the target's
-    files, name, size_bytes and sha256 each (the result is a manifest).  All but ``run`` (seconds, bytes, shards done and
-    resumed) depends on the input alone and is also in ``TARGET/requantization.json`` and ``TARGET/manifest.json``.
-    Raises :class:`Refused` or ``Unreadable`` with the offender's name.
+    Returns ``{"status", "reason", "recipe", "recipe_sha256", "source", "damage", "files", "run"}``; ``files`` lists
+    the target's files, name, size_bytes and sha256 each (the result is a manifest).  All but ``run`` (seconds, bytes,
+    shards done and resumed) depends on the input alone and is also in ``TARGET/requantization.json`` and
+    ``TARGET/manifest.json``. Raises :class:`Refused` or ``Unreadable`` with the offender's name.
     """
     source, target = Path(source), Path(target)
     if workers < 1:
@@ -71,8 +72,9 @@ def requantize(
     (work / RECORDS).mkdir(parents=True, exist_ok=True)
     (work / OUTPUT).mkdir(exist_ok=True)
     with _locked(work):
-        report = _finished(plan, target, expected)
-        done = {shard.name: record for shard in plan.shards if (record := _record(plan, shard, work)) is not None}
+        report = records.finished_target(plan, target, expected)
+        known = {shard.name: records.finished_shard(plan, shard, work) for shard in plan.shards}
+        done = {name: record for name, record in known.items() if record is not None}
         todo = [] if report else [shard for shard in plan.shards if shard.name not in done]
         if report is None:
             _check_space(plan, todo, work)
@@ -98,7 +100,8 @@ def requantize(
 
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """Hold the directory.  Workers inherit the lock: it is free only when the last of a killed run's workers is gone."""
+    """Hold the directory.  Workers inherit the lock: it is free only when the last of a killed run's workers is gone.
+    """
     deadline = time.monotonic() + LOCK_PATIENCE_S
     with open(work / LOCK, "w") as lock:
         while True:
@@ -110,62 +113,6 @@ def _locked(work: Path) -> Iterator[None]:
                     raise Refused(f"{work}: another process is writing it; wait for it") from None
                 time.sleep(0.02)
         yield
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _stamp(path: Path) -> dict[str, int]:
-    stat = path.stat()
-    return {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
-def _finished(plan: Plan, target: Path, expected: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The report of a target that an earlier run finished from the same bytes by the same recipe and plan, else ``None``."""
-    try:
-        provenance = files.read_json(target / PROVENANCE)
-        built = files.read_json(target / MANIFEST)
-        if provenance["recipe_sha256"] != plan.recipe.sha256:
-            return None
-        sources = manifest.entries(provenance["source"])
-        sizes = {name: entry["size_bytes"] for name, entry in manifest.entries(built).items()}
-        if sizes != {name: (target / name).stat().st_size for name in manifest.listed_files(target)}:
-            return None
-        for shard in plan.shards:
-            with open(target / shard.name, "rb") as stream:
-                if stream.read(len(shard.header)) != shard.header:
-                    return None
-            known = expected.get(shard.name) or {"sha256": files.sha256_file(plan.source / shard.name)}
-            if sources[shard.name]["sha256"] != known["sha256"]:
-                return None
-        if sources.keys() != {shard.name for shard in plan.shards} or files.read_json(target / CONFIG) != plan.config:
-            return None
-    except (Unreadable, OSError, KeyError, TypeError):
-        return None
-    return {"status": "valid", "reason": None} | provenance | built
-
-
-def _record(plan: Plan, shard: ShardPlan, work: Path) -> dict[str, Any] | None:
-    """The record of a finished shard, if it still holds: same recipe, same plan, same source bytes, output in place."""
-    path, output, source = work / RECORDS / f"{shard.name}.json", work / OUTPUT / shard.name, plan.source / shard.name
-    if not path.exists() or not output.exists():
-        return None
-    record = files.read_json(path)
-    if record["recipe_sha256"] != plan.recipe.sha256 or record["plan_sha256"] != shard.sha256:
-        return None
-    stamp = _stamp(source)
-    if {key: record["source"][key] for key in stamp} != stamp and files.sha256_file(source) != record["source"]["sha256"]:
-        return None
-    if output.stat().st_size != record["target"]["size_bytes"]:
-        return None
-    # What was written before a power failure may not have reached the disk, whatever its size says.
-    if record["boot_id"] != _boot_id() and files.sha256_file(output) != record["target"]["sha256"]:
-        return None
-    return record
 
 
 def _check_space(plan: Plan, todo: list[ShardPlan], work: Path) -> None:
@@ -184,22 +131,14 @@ def _check_hash(path: Path, digest: str, wanted: dict[str, Any] | None) -> None:
         raise Refused(f"{path}: sha256 {digest}, its manifest says {wanted['sha256']}; fetch it again")
 
 
-def _convert_one(plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]) -> dict:
-    stamp = _stamp(plan_source / shard.name)
+def _convert_one(
+    plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]
+) -> dict:
+    stamp = records.stamp_of(plan_source / shard.name)
     result = convert_shard(plan_source, work / OUTPUT, shard, recipe, progress)
-    if _stamp(plan_source / shard.name) != stamp:
+    if records.stamp_of(plan_source / shard.name) != stamp:
         raise Refused(f"{plan_source / shard.name}: changed while it was read; let its writer finish")
-    record = {
-        "recipe_sha256": recipe.sha256,
-        "plan_sha256": shard.sha256,
-        "boot_id": _boot_id(),
-        "source": stamp | {"sha256": result["source_sha256"]},
-        "target": {"size_bytes": result["target_bytes"], "sha256": result["target_sha256"]},
-        "damage": {module: asdict(damage) for module, damage in result["damage"].items()},
-    }
-    # Written by the worker itself, before it takes another shard: a kill loses no more than what is in flight.
-    files.write_json(work / RECORDS / f"{shard.name}.json", record)
-    return record
+    return records.write(work, shard, recipe, stamp, result)
 
 
 _shared_progress: Any = None
@@ -226,7 +165,9 @@ def _work(plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe) -> di
 
 def _convert_all(plan: Plan, todo: list[ShardPlan], work: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
     total = sum(shard.source_bytes for shard in todo)
-    bar = {"total": total, "unit": "B", "unit_scale": True, "desc": plan.recipe.format, "disable": None if todo else True}
+    bar = {
+        "total": total, "unit": "B", "unit_scale": True, "desc": plan.recipe.format, "disable": None if todo else True
+    }
     if workers == 1 or len(todo) < 2:
         with tqdm(**bar) as shown:
             for shard in todo:
@@ -265,9 +206,9 @@ def _finish(plan: Plan, done: dict[str, dict[str, Any]], output: Path, target: P
     files.write_json(output / CONFIG, plan.config)
     files.write_json(output / INDEX, plan.index)
     rows = (
-        (*plan.kinds[module], Damage(**damage))
+        (*plan.kinds[module], damage)
         for name in sorted(done)
-        for module, damage in done[name]["damage"].items()
+        for module, damage in records.damage_of(done[name]).items()
     )
     provenance = {
         "recipe": plan.recipe.to_dict(),

@@ -1,8 +1,9 @@
 """FP8 E4M3, one scale per 128x128 block or per output channel, activations quantized at run time.
 
-``pow2``: scale ``2^(P - 8)`` puts the region's peak just below 448.  Every MXFP4 value is then exact while the region's group
-exponents differ by at most 14, subnormals included (0.5 * 2^-8 = 2^-9 is E4M3's smallest number).  Power-of-two scales also
-survive UE8M0 rounding of block scales on Blackwell.  ``amax``: llm-compressor's ``FP8_BLOCK`` and ``FP8_DYNAMIC``.
+``pow2``: scale ``2^(P - 8)`` puts the region's peak just below 448.  Every MXFP4 value is then exact while the
+region's group exponents differ by at most 14, subnormals included (0.5 * 2^-8 = 2^-9 is E4M3's smallest number).
+Power-of-two scales also survive UE8M0 rounding of block scales on Blackwell.  ``amax``: llm-compressor's
+``FP8_BLOCK`` and ``FP8_DYNAMIC``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _tables(scale: str) -> tables.Tables:
 def scheme(block: bool, scale: str) -> RegionScheme:
     """FP8 with 128x128 blocks or per channel, ``scale`` pow2 or amax."""
     weights = {
-        "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "block" if block else "channel",
+        "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False,
+        "strategy": "block" if block else "channel",
         "block_structure": [BLOCK, BLOCK] if block else None, "group_size": None, "actorder": None,
         "observer": "static_minmax", "observer_kwargs": {},
     }  # fmt: skip

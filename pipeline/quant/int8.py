@@ -1,7 +1,8 @@
 """INT8 W8A8, one scale an output channel, activations quantized per token at run time.
 
-``pow2``: scale ``2^(P - 6)`` where that makes the whole row exact (group exponents differ by at most 3: 6 * 2^3 * 2 = 96), else
-``amax / 127`` in float32, rounded.  ``amax``: llm-compressor's ``W8A8`` (``amax / 127.5`` in the weight's dtype).
+``pow2``: scale ``2^(P - 6)`` where that makes the whole row exact (group exponents differ by at most 3: 6 * 2^3 * 2 =
+96), else ``amax / 127`` in float32, rounded.  ``amax``: llm-compressor's ``W8A8`` (``amax / 127.5`` in the weight's
+dtype).
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def _tables(scale: str) -> tables.Tables:
 
 def scheme(scale: str) -> RegionScheme:
     """INT8 per channel, ``scale`` pow2 or amax."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
+    common = {
+        "num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None
+    }
     weights = common | {"dynamic": False, "strategy": "channel", "observer": "static_minmax", "observer_kwargs": {}}
     activations = common | {"dynamic": True, "strategy": "token", "observer": None, "observer_kwargs": {}}
     return RegionScheme(

@@ -51,7 +51,8 @@ def largest_code(first, second):
 
 @njit(nogil=True, cache=True)
 def regions(words, exponents, region_rows, region_groups, peak, lowest, highest):
-    """Per region: the peak as ``2 * P + (1 if 1.5 * 2^P)``, the lowest and highest group exponent, zero groups left out.
+    """Per region: the peak as ``2 * P + (1 if 1.5 * 2^P)``, the lowest and highest group exponent, zero groups left
+    out.
 
     words [rows, columns/16] uint64, exponents [rows, columns/32] uint8 (biased by 127); outputs
     [rows/region_rows, columns/32/region_groups] int32, EMPTY in ``peak`` where every weight is zero.

@@ -21,7 +21,8 @@ FICLONE = 0x40049409
 
 
 def link(source: Path, target: Path, source_manifest: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Make ``target`` a checked copy of ``source`` by reflink, hard link or symbolic link, whichever the file system allows.
+    """Make ``target`` a checked copy of ``source`` by reflink, hard link or symbolic link, whichever the file system
+    allows.
 
     Raises :class:`Refused` where the source is not whole, holds NaN scales or differs from ``source_manifest``.
     """

@@ -1,9 +1,9 @@
 """NVFP4 from MXFP4 by an exact cast, weight-only.
 
-Both formats store E2M1 codes.  MXFP4 has a power of two per 32 weights; NVFP4 an E4M3 scale per 16 and one F32 scale a tensor,
-shared by matrices that are multiplied together (w1 and w3).  E4M3 holds the powers of two from 2^-9 to 2^8, so the codes stay
-as they are while the group exponents of the tensor and its mates differ by at most 17.  Below that a group keeps scale 2^-9 and
-its codes are rounded, and counted.
+Both formats store E2M1 codes.  MXFP4 has a power of two per 32 weights; NVFP4 an E4M3 scale per 16 and one F32 scale
+a tensor, shared by matrices that are multiplied together (w1 and w3).  E4M3 holds the powers of two from 2^-9 to 2^8,
+so the codes stay as they are while the group exponents of the tensor and its mates differ by at most 17.  Below that
+a group keeps scale 2^-9 and its codes are rounded, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ LARGEST_SHIFT = 5
 
 
 def _shifted_bytes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each shift: the packed byte with both codes divided by ``2^shift`` and rounded, how many changed, squared error."""
+    """For each shift: the packed byte with both codes divided by ``2^shift`` and rounded, how many changed, squared
+    error.
+    """
     codes = codes_of_bytes()
     wanted = np.abs(E2M1[codes])[None] * 0.5 ** np.arange(LARGEST_SHIFT + 1)[:, None, None]
     distance = np.abs(wanted[..., None] - E2M1[:8])
@@ -41,7 +43,9 @@ SHIFTED, CHANGED, ERROR = _shifted_bytes()
 
 
 class Nvfp4Scheme:
-    """The scheme protocol of :class:`pipeline.quant.scheme.RegionScheme` for NVFP4; ``base`` is the set's highest exponent."""
+    """The scheme protocol of :class:`pipeline.quant.scheme.RegionScheme` for NVFP4; ``base`` is the set's highest
+    exponent.
+    """
 
     name = "nvfp4"
     region_rows = 1
@@ -50,7 +54,9 @@ class Nvfp4Scheme:
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         """Raise :class:`Refused` where the columns do not divide by 16."""
         if len(shape) != 2 or shape[1] % GROUP:
-            raise Refused(f"{module}: {list(shape)} does not divide into groups of {GROUP} for nvfp4; leave it out of the scope")
+            raise Refused(
+                f"{module}: {list(shape)} does not divide into groups of {GROUP} for nvfp4; leave it out of the scope"
+            )
 
     def outputs(self, module: str, shape: tuple[int, int], dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """The tensors that a weight becomes, weight first."""

@@ -1,4 +1,6 @@
-"""Everything that can be decided, and refused, before a byte is written: what each shard becomes, in which order, how large."""
+"""Everything that can be decided, and refused, before a byte is written: what each shard becomes, in which order, how
+large.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Convert:
-    """Re-encode a module.  ``scale_shard`` is where the E8M0 exponents lie (MXFP4), ``base`` the NVFP4 set's exponent."""
+    """Re-encode a module.  ``scale_shard`` is where the E8M0 exponents lie (MXFP4), ``base`` the NVFP4 set's
+    exponent.
+    """
 
     module: Module
     weight: Tensor
@@ -45,7 +49,9 @@ class Convert:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard's work.  ``header`` and ``outputs`` say where each output tensor goes; ``late`` ones are written last."""
+    """One shard's work.  ``header`` and ``outputs`` say where each output tensor goes; ``late`` ones are written
+    last.
+    """
 
     name: str
     source_bytes: int
@@ -60,7 +66,9 @@ class ShardPlan:
 
     @property
     def sha256(self) -> str:
-        """Key of the shard's plan: what goes where and by which scheme.  With the source's bytes it decides the output's."""
+        """Key of the shard's plan: what goes where and by which scheme.  With the source's bytes it decides the
+        output's.
+        """
         steps = [
             ["copy", step.tensor.name]
             if isinstance(step, Copy)
@@ -136,7 +144,9 @@ def scan_exponents(checkpoint: Checkpoint, modules: list[Module]) -> dict[str, t
                 low, high = int(data.min()), int(data.max())
                 if high == E8M0_NAN:
                     count = int((data == E8M0_NAN).sum())
-                    bad.append(f"{scale.name} ({shard}): {count} of {data.size} exponents are 255, which is NaN in E8M0")
+                    bad.append(
+                        f"{scale.name} ({shard}): {count} of {data.size} exponents are 255, which is NaN in E8M0"
+                    )
                 ranges[module.name] = (low - E8M0_BIAS, high - E8M0_BIAS)
     if bad:
         raise Refused(
@@ -191,8 +201,8 @@ def plan(source: Path | str, recipe: Recipe) -> Plan:
         if floats:
             first = floats[0]
             raise Refused(
-                f"{first.name} ({first.shard}) and {len(floats) - 1} more are {first.dtype}: nvfp4 takes MXFP4 weights only; "
-                "use scope experts"
+                f"{first.name} ({first.shard}) and {len(floats) - 1} more are {first.dtype}: "
+                "nvfp4 takes MXFP4 weights only; use scope experts"
             )
     bases = nvfp4_bases(checkpoint, chosen, ranges) if recipe.format == "nvfp4" else {}
     fallbacks = _families_that_do_not_divide(recipe, chosen)

@@ -21,9 +21,9 @@ ENGINE_VERSION = 1
 class Recipe:
     """``format`` of the re-encoded weights; ``scope`` says which; ``scale`` how scales are chosen.
 
-    ``pow2`` scales keep MXFP4 values exact where the format's range allows; ``amax`` is llm-compressor's rounding, bit for
-    bit.  ``w4a16`` and ``w2_control`` know only ``amax``, ``nvfp4`` only ``pow2``; ``native`` changes nothing.
-    ``w2_control`` puts 2-bit values into a 4-bit container: damage on purpose, for tests of the evaluation.
+    ``pow2`` scales keep MXFP4 values exact where the format's range allows; ``amax`` is llm-compressor's rounding,
+    bit for bit.  ``w4a16`` and ``w2_control`` know only ``amax``, ``nvfp4`` only ``pow2``; ``native`` changes
+    nothing. ``w2_control`` puts 2-bit values into a 4-bit container: damage on purpose, for tests of the evaluation.
     """
 
     format: str

@@ -17,7 +17,8 @@ from pipeline.quant import kernels
 from pipeline.quant.damage import Damage
 from pipeline.quant.tables import EXACT, PEAK_1, PEAK_1_5, Tables
 
-# Group exponents outside are decoded and rounded as floats: there bf16 arithmetic meets subnormals and infinity, and the
+# Group exponents outside are decoded and rounded as floats: there bf16 arithmetic meets subnormals and infinity, and
+# the
 # tables, which rest on exact scaling by powers of two, do not hold.
 SAFE_EXPONENT = 100
 
@@ -67,19 +68,25 @@ class RegionScheme:
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         """Raise :class:`Refused` where a weight's shape does not divide."""
         if len(shape) != 2:
-            raise Refused(f"{module}: {self.name} needs a matrix, the weight is {list(shape)}; leave it out of the scope")
+            raise Refused(
+                f"{module}: {self.name} needs a matrix, the weight is {list(shape)}; leave it out of the scope"
+            )
         rows, columns = shape
         for what, size, part in (("rows", rows, self.region_rows), ("columns", columns, self.region_columns or 1)):
             if size % part:
                 raise Refused(
-                    f"{module}: {size} {what} do not divide by {part} ({size} % {part} = {size % part}) for {self.name}; "
-                    "use fp8_channel, int8_channel or a smaller group_size"
+                    f"{module}: {size} {what} do not divide by {part} ({size} % {part} = {size % part}) "
+                    f"for {self.name}; use fp8_channel, int8_channel or a smaller group_size"
                 )
         if self.packed and columns % 8:
-            raise Refused(f"{module}: {columns} columns do not fill 32-bit words of 4-bit values; leave it out of the scope")
+            raise Refused(
+                f"{module}: {columns} columns do not fill 32-bit words of 4-bit values; leave it out of the scope"
+            )
 
     def outputs(self, module: str, shape: tuple[int, int], dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        """The tensors that a weight of ``shape`` and source ``dtype`` becomes, ``(name, dtype, shape)``, weight first."""
+        """The tensors that a weight of ``shape`` and source ``dtype`` becomes, ``(name, dtype, shape)``, weight
+        first.
+        """
         rows, columns = shape
         scale = (rows // self.region_rows, columns // self.columns_of_region(columns))
         scale_dtype = dtype if self.keeps_source_dtype else "F32"
@@ -108,8 +115,8 @@ class RegionScheme:
     def from_mxfp4(self, packed: np.ndarray, exponents: np.ndarray, out: np.ndarray | None = None) -> Converted:
         """Re-encode whole regions.
 
-        packed [rows, columns/2] uint8 (8-byte aligned), exponents [rows, columns/32] uint8; ``out`` is an optional buffer
-        of at least ``rows * columns`` bytes that the returned weight may lie in.
+        packed [rows, columns/2] uint8 (8-byte aligned), exponents [rows, columns/32] uint8; ``out`` is an optional
+        buffer of at least ``rows * columns`` bytes that the returned weight may lie in.
         """
         rows, groups = exponents.shape
         region_groups = self.columns_of_region(groups * 32) // 32
@@ -135,7 +142,8 @@ class RegionScheme:
         return Converted(out, scale.astype(np.float32), damage)
 
     def from_float(self, x: np.ndarray, dtype: str) -> Converted:
-        """Round float32 values ``x [rows, columns]`` that were stored as ``dtype`` (BF16, F16 or F32), whole regions."""
+        """Round float32 values ``x [rows, columns]`` that were stored as ``dtype`` (BF16, F16 or F32), whole regions.
+        """
         if not np.isfinite(x).all():
             raise Refused(f"{int((~np.isfinite(x)).sum())} weights are NaN or infinite; fix the source")
         rows, columns = x.shape
@@ -174,7 +182,8 @@ def amax_rule(divisor: float) -> Callable[[np.ndarray, str], np.ndarray]:
 
 
 def integers(low: int, high: int) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Quantizer to integers in [low, high]: divide, round the quotient to the compute dtype, clamp, round to integer."""
+    """Quantizer to integers in [low, high]: divide, round the quotient to the compute dtype, clamp, round to integer.
+    """
 
     def quantizer(x: np.ndarray, scale: np.ndarray, round_quotient: Callable) -> tuple[np.ndarray, np.ndarray]:
         stored = np.rint(np.clip(round_quotient(x / scale), low, high)).astype(np.int8)

@@ -28,5 +28,7 @@ def of_recipe(recipe: Recipe) -> Scheme:
 
 @lru_cache
 def fallback(recipe: Recipe) -> Scheme:
-    """What takes a module whose shape the recipe's scheme cannot: FP8 blocks become FP8 channels, nothing else changes."""
+    """What takes a module whose shape the recipe's scheme cannot: FP8 blocks become FP8 channels, nothing else
+    changes.
+    """
     return fp8.scheme(False, recipe.scale) if recipe.format == "fp8_block" else of_recipe(recipe)

@@ -49,14 +49,18 @@ def is_k3(checkpoint: Checkpoint) -> bool:
 
 
 def source_format(checkpoint: Checkpoint) -> str | None:
-    """``mxfp4-pack-quantized`` or ``None`` (floats).  Raises :class:`Refused` for any other or contradicting declaration."""
+    """``mxfp4-pack-quantized`` or ``None`` (floats).  Raises :class:`Refused` for any other or contradicting
+    declaration.
+    """
     configs = [declared.parse(path, raw) for path, raw in declared.find_configs(checkpoint.config)]
     if not configs:
         return None
     said = {(config.method, tuple(sorted(map(str, config.formats)))) for config in configs}
     where = " and ".join(f"{config.path} ({', '.join(sorted(map(str, config.formats)))})" for config in configs)
     if len(said) > 1:
-        raise Refused(f"{checkpoint.directory}: contradicting quantization configs at {where}; keep the one that is true")
+        raise Refused(
+            f"{checkpoint.directory}: contradicting quantization configs at {where}; keep the one that is true"
+        )
     if said != {(declared.COMPRESSED_TENSORS, (SOURCE_FORMAT,))}:
         method = configs[0].method or "no quant_method"
         raise Refused(
@@ -84,8 +88,8 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
                 problems.append(f"{name} ({shard}) has no {module}.weight_scale in any shard")
             elif not _is_mxfp4(tensor.dtype, tensor.shape, scale.dtype, scale.shape):
                 problems.append(
-                    f"{name} ({shard}) is {tensor.dtype} {list(tensor.shape)} with scale {scale.dtype} {list(scale.shape)}, "
-                    "not MXFP4 (U8 [out, in/2] and U8 [out, in/32])"
+                    f"{name} ({shard}) is {tensor.dtype} {list(tensor.shape)} with scale {scale.dtype} "
+                    f"{list(scale.shape)}, not MXFP4 (U8 [out, in/2] and U8 [out, in/32])"
                 )
             else:
                 shape = (tensor.shape[0], tensor.shape[1] * 2)
@@ -119,9 +123,14 @@ def select(checkpoint: Checkpoint, modules: dict[str, Module], recipe: Recipe) -
     if not chosen:
         other = "dense_too" if recipe.scope == "experts" else "experts"
         raise Refused(
-            f"{checkpoint.directory}: scope {recipe.scope} matches none of {len(modules)} weight matrices; use scope {other}"
+            f"{checkpoint.directory}: scope {recipe.scope} matches none of {len(modules)} weight matrices; "
+            f"use scope {other}"
         )
-    odd = [f"{module.name} ({module.shard}) is {module.dtype}" for module in chosen if not module.mxfp4 and module.dtype not in FLOATS]
+    odd = [
+        f"{module.name} ({module.shard}) is {module.dtype}"
+        for module in chosen
+        if not module.mxfp4 and module.dtype not in FLOATS
+    ]
     if odd:
         raise Refused(_listed(f"{checkpoint.directory}: {len(odd)} weights in scope are neither MXFP4 nor floats", odd))
     names = {module.name for module in chosen}
@@ -154,7 +163,8 @@ IGNORE_PATTERNS = (
 
 
 def ignore_list(modules: Iterable[str], quantized: Iterable[str]) -> list[str]:
-    """A complete ignore list: every matrix that stays unquantized is matched, no quantized one is, each pattern matches.
+    """A complete ignore list: every matrix that stays unquantized is matched, no quantized one is, each pattern
+    matches.
 
     Patterns where they hold (they also match an engine's fused names), module names for the rest.
     """

@@ -1,9 +1,10 @@
 """Look-up tables: with MXFP4 input, an output byte depends on the packed byte and one small exponent offset only.
 
 A weight is ``code * 2^e`` (E2M1 code, one exponent per 32).  A *region* (a row, a block, a group) shares one output
-scale.  Its largest magnitude is ``2^P`` or ``1.5 * 2^P``, for E2M1 has one mantissa bit; so the output scale is one of two
-numbers times ``2^P``, and ``weight / scale`` is ``code / number * 2^-(P - e)``: a table of 256 bytes for each offset ``P - e``.
-The tables are filled with the reference arithmetic of the target format, so the look-up equals it bit for bit.
+scale.  Its largest magnitude is ``2^P`` or ``1.5 * 2^P``, for E2M1 has one mantissa bit; so the output scale is one
+of two numbers times ``2^P``, and ``weight / scale`` is ``code / number * 2^-(P - e)``: a table of 256 bytes for each
+offset ``P - e``. The tables are filled with the reference arithmetic of the target format, so the look-up equals it
+bit for bit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Tables:
     """``out[class, offset + 1, byte]``, ``statistics`` alike, and ``unit_scale[class]`` (the scale where ``P = 0``).
 
     A region is of class EXACT where its largest offset is at most ``exact_offset``: no weight changes and nothing needs
-    counting.  Else its class says whether its peak is ``2^P`` or ``1.5 * 2^P``.  ``zero_scale`` is the scale of an all-zero
-    region.
+    counting.  Else its class says whether its peak is ``2^P`` or ``1.5 * 2^P``.  ``zero_scale`` is the scale of an
+    all-zero region.
     """
 
     out: np.ndarray
@@ -58,8 +59,8 @@ def build(
     """Tables of one scheme.
 
     ``unit_scales``: scale of a region of each class with ``P = 0``; must be exact float32.
-    ``quantizer``: maps float32 quotients' numerators ``(x, scale)`` -- see :func:`quotients` -- to (stored, decoded) arrays.
-    ``pack``: maps stored values ``[..., 2]`` of the two weights of a byte to one output word.
+    ``quantizer``: maps float32 quotients' numerators ``(x, scale)`` -- see :func:`quotients` -- to (stored, decoded)
+    arrays. ``pack``: maps stored values ``[..., 2]`` of the two weights of a byte to one output word.
     ``largest_offset``: beyond it every weight rounds to zero, so larger offsets share its entry.
     """
     offsets = np.arange(SMALLEST_OFFSET, largest_offset + 1)
@@ -94,6 +95,8 @@ def pack_pair_16(stored: np.ndarray) -> np.ndarray:
 
 
 def pack_pair_8(stored: np.ndarray) -> np.ndarray:
-    """Two 4-bit signed integers stored with offset 8, the earlier weight in the low nibble (compressed-tensors int32 packing)."""
+    """Two 4-bit signed integers stored with offset 8, the earlier weight in the low nibble (compressed-tensors int32
+    packing).
+    """
     pairs = (stored.astype(np.int16) + 8).astype(np.uint8)
     return pairs[..., 0] | (pairs[..., 1] << 4)

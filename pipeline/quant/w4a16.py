@@ -1,7 +1,8 @@
 """W4A16: 4-bit symmetric integers in groups of 32 (or 64, 128), 16-bit activations; llm-compressor's RTN, bit for bit.
 
-scale = ``amax / 7.5`` in the weight's dtype, value = round(clamp(weight / scale, -8, 7)) with the quotient rounded to that dtype
-too.  Packed as compressed-tensors does: eight values an int32, offset by 8, the earliest in the lowest bits.
+scale = ``amax / 7.5`` in the weight's dtype, value = round(clamp(weight / scale, -8, 7)) with the quotient rounded to
+that dtype too.  Packed as compressed-tensors does: eight values an int32, offset by 8, the earliest in the lowest
+bits.
 
 :func:`control` is the same container with four values only, -2..1: damage on purpose.
 """
@@ -20,8 +21,9 @@ def _scheme(name: str, group_size: int, low: int, high: int) -> RegionScheme:
     quantize = integers(low, high)
     peak, peak_1_5 = (float(round_bf16(np.float32(p) / np.float32(divisor))) for p in (1, 1.5))
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": group_size,
-        "block_structure": None, "actorder": None, "observer": "static_minmax", "observer_kwargs": {},
+        "num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group",
+        "group_size": group_size, "block_structure": None, "actorder": None,
+        "observer": "static_minmax", "observer_kwargs": {},
     }  # fmt: skip
     return RegionScheme(
         name=f"{name} group {group_size}",

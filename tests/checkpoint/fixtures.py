@@ -1,8 +1,8 @@
 """A small checkpoint in Kimi K3's released layout, made with numpy alone, and ways to break it.
 
-``write_k3`` makes the MXFP4 original: four layers (KDA, KDA, KDA, MLA), a dense MLP in layer 0, latent experts after it, a
-vision tower, the nested quantization config with its incomplete ignore list.  ``requantize_roughly`` swaps the experts for
-another format with arbitrary (valid) contents, so that lint can be tested without the engine.
+``write_k3`` makes the MXFP4 original: four layers (KDA, KDA, KDA, MLA), a dense MLP in layer 0, latent experts after
+it, a vision tower, the nested quantization config with its incomplete ignore list.  ``requantize_roughly`` swaps the
+experts for another format with arbitrary (valid) contents, so that lint can be tested without the engine.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ NATIVE_CONFIG = {
     ],
     "config_groups": {
         "group_0": {
-            "format": "mxfp4-pack-quantized", "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "format": "mxfp4-pack-quantized", "targets": ["Linear"],
+            "input_activations": None, "output_activations": None,
             "weights": {
-                "num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "symmetric": True, "dynamic": False,
-                "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {}, "actorder": None,
+                "num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "symmetric": True,
+                "dynamic": False, "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {}, "actorder": None,
                 "block_structure": None, "zp_dtype": None,
             },
         }
     },
 }  # fmt: skip
 COMPLETE_IGNORE = [
-    "re:.*lm_head$", "re:.*embed_tokens$", "re:.*vision_tower.*", "re:.*mm_projector.*", "re:.*_res_proj$", r"re:.*\.gate$",
-    "re:.*conv1d$", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
+    "re:.*lm_head$", "re:.*embed_tokens$", "re:.*vision_tower.*", "re:.*mm_projector.*", "re:.*_res_proj$",
+    r"re:.*\.gate$", "re:.*conv1d$", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
     r"re:.*routed_expert_(down|up)_proj$",
 ]  # fmt: skip
 
@@ -57,7 +58,9 @@ def model_config() -> dict:
         "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0, "num_experts": EXPERTS, "num_experts_per_token": 2,
         "hidden_size": HIDDEN, "routed_expert_hidden_size": LATENT, "moe_intermediate_size": INTER,
         "intermediate_size": DENSE, "vocab_size": VOCAB, "first_k_dense_replace": 1,
-        "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": HEADS, "head_dim": HEAD_DIM},
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": HEADS, "head_dim": HEAD_DIM
+        },
         "quantization_config": json.loads(json.dumps(NATIVE_CONFIG)),
     }  # fmt: skip
     return {
@@ -165,7 +168,9 @@ def load(path: Path) -> Tensors:
     for name, entry in json.loads(raw[8 : 8 + length]).items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
-            data = np.frombuffer(raw[8 + length + start : 8 + length + end], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+            data = np.frombuffer(
+                raw[8 + length + start : 8 + length + end], NUMPY[entry["dtype"]]
+            ).reshape(entry["shape"])
             tensors[name] = (entry["dtype"], data.copy())
     return tensors
 
@@ -213,10 +218,18 @@ def requantize_roughly(tensors: Tensors, config: dict, form: str) -> tuple[Tenso
     rng = np.random.default_rng(1)
     formats = {
         "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, True),
-        "fp8_block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}, True),
+        "fp8_block": (
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+            True,
+        ),
         "int8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, True),
         "w4a16": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, False),
-        "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, False),
+        "nvfp4": (
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            False,
+        ),
     }  # fmt: skip
     name, weights, activations = formats[form]
     new: Tensors = {}
@@ -234,7 +247,9 @@ def requantize_roughly(tensors: Tensors, config: dict, form: str) -> tuple[Tenso
             elif form == "int8":
                 new |= {f"{module}.weight": ("I8", small.view(np.int8)), f"{module}.weight_scale": ("F32", ones)}
             elif form == "w4a16":
-                new[f"{module}.weight_packed"] = ("I32", rng.integers(0, 1 << 31, (rows, columns // 8)).astype(np.int32))
+                new[f"{module}.weight_packed"] = (
+                    "I32", rng.integers(0, 1 << 31, (rows, columns // 8)).astype(np.int32)
+                )
                 new[f"{module}.weight_scale"] = bf16(np.full((rows, columns // 32), 0.5))
                 new[f"{module}.weight_shape"] = ("I64", np.array([rows, columns]))
             else:

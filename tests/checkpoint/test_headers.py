@@ -21,7 +21,11 @@ def entry(start, end, dtype="U8", shape=None):
 
 
 def test_reads_what_the_reference_library_writes(tmp_path):
-    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.uint8), "s": np.array(3, np.float16)}
+    tensors = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.arange(5, dtype=np.uint8),
+        "s": np.array(3, np.float16),
+    }
     save_file(tensors, tmp_path / "x.safetensors", {"format": "np"})
     header = read_header(tmp_path / "x.safetensors")
     assert header.metadata == {"format": "np"}

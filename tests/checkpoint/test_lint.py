@@ -86,7 +86,13 @@ def kv_scales_in_some_layers(directory):
     config(lambda c: c["text_config"]["linear_attn_config"].update(full_attn_layers=[3, 4]))(directory)
     kv_scheme()(directory)
     for name in ("k_scale", "v_scale"):
-        put(directory, f"{PREFIX}layers.3.self_attn.{name}", "F32", np.ones(1, np.float32), beside=PREFIX + "norm.weight")
+        put(
+            directory,
+            f"{PREFIX}layers.3.self_attn.{name}",
+            "F32",
+            np.ones(1, np.float32),
+            beside=PREFIX + "norm.weight",
+        )
 
 
 def kv_scheme(**changes):
@@ -117,37 +123,91 @@ def first(value):
 CASES = [
     ("shard-unreadable", "fp8", truncate, "truncated"),
     ("shard-missing", "fp8", lambda d: shard_of(d, W1 + ".weight").unlink(), "not on disk"),
-    ("shard-extra", "fp8", lambda d: fixtures.save(d / "model-extra.safetensors", {"a.weight": ("F32", np.ones(2, np.float32))}), "model-extra"),
+    (
+        "shard-extra",
+        "fp8",
+        lambda d: fixtures.save(d / "model-extra.safetensors", {"a.weight": ("F32", np.ones(2, np.float32))}),
+        "model-extra",
+    ),
     ("index-absent", "fp8", lambda d: (d / INDEX).unlink(), "no index"),
     ("tensor-missing", "fp8", lambda d: drop(d, W1 + ".weight", reindex=False), W1),
-    ("tensor-misplaced", "fp8", index(lambda i: i["weight_map"].__setitem__(W1 + ".weight", "model-00001-of-000003.safetensors")), W1),
+    (
+        "tensor-misplaced",
+        "fp8",
+        index(lambda i: i["weight_map"].__setitem__(W1 + ".weight", "model-00001-of-000003.safetensors")),
+        W1,
+    ),
     ("tensor-unindexed", "fp8", index(lambda i: i["weight_map"].__delitem__(W1 + ".weight")), W1),
-    ("tensor-duplicate", "fp8", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((128, 128), np.uint8), beside=ATTENTION + "b_proj.weight"), W1),
+    (
+        "tensor-duplicate",
+        "fp8",
+        lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((128, 128), np.uint8), beside=ATTENTION + "b_proj.weight"),
+        W1,
+    ),
     ("total-size", "fp8", index(lambda i: i["metadata"].update(total_size=1)), "total_size is 1"),
     ("layer-missing", "fp8", config(lambda c: c["text_config"].update(num_hidden_layers=5)), "layers.4"),
-    ("layer-extra", "fp8", lambda d: put(d, PREFIX + "layers.4.input_layernorm.weight", *fixtures.bf16(np.ones(128)), beside=PREFIX + "norm.weight"), "layers.4"),
+    (
+        "layer-extra",
+        "fp8",
+        lambda d: put(
+            d, PREFIX + "layers.4.input_layernorm.weight", *fixtures.bf16(np.ones(128)), beside=PREFIX + "norm.weight"
+        ),
+        "layers.4",
+    ),
     ("expert-missing", "fp8", config(lambda c: c["text_config"].update(num_experts=5)), "experts.4"),
     ("expert-extra", "fp8", config(lambda c: c["text_config"].update(num_experts=3)), "experts.3"),
     ("f32-lost", "fp8", lambda d: put(d, ATTENTION + "dt_bias", *fixtures.bf16(np.ones(64))), "dt_bias"),
-    ("f32-lost", "fp8", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))), "e_score"),
+    (
+        "f32-lost",
+        "fp8",
+        lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))),
+        "e_score",
+    ),
     ("aux-missing", "fp8", lambda d: (d / "configuration_kimi_k3.py").unlink(), "configuration_kimi_k3.py"),
     ("aux-missing", "fp8", lambda d: (d / "helpers_kimi_k3.py").unlink(), "imports it"),
     ("aux-unreadable", "fp8", lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json"),
     ("tokenizer-missing", "fp8", lambda d: (d / "tokenizer.json").unlink(), "tiktoken.model"),
     ("config-missing", "fp8", config(lambda c: c.pop("quantization_config")), "no quantization_config"),
-    ("config-duplicate", "fp8", config(lambda c: c["text_config"].update(quantization_config=fixtures.NATIVE_CONFIG)), "$.text_config.quantization_config"),
+    (
+        "config-duplicate",
+        "fp8",
+        config(lambda c: c["text_config"].update(quantization_config=fixtures.NATIVE_CONFIG)),
+        "$.text_config.quantization_config",
+    ),
     ("config-malformed", "fp8", quantization(lambda q: q["config_groups"]["group_0"].pop("targets")), "group_0"),
     ("method-unknown", "fp8", quantization(lambda q: q.update(quant_method="mystery")), "mystery"),
     ("method-not-linted", "fp8", quantization(lambda q: q.update(quant_method="gptq")), "gptq"),
     ("format-unknown", "fp8", quantization(lambda q: q.update(format="int3-float")), "int3-float"),
     ("format-conflict", "fp8", quantization(lambda q: q.update(format="int-quantized")), "int-quantized"),
-    ("format-mismatch", "fp8", quantization(lambda q: (q.update(format="int-quantized"), q["config_groups"]["group_0"].update(format="int-quantized"))), W1),
+    (
+        "format-mismatch",
+        "fp8",
+        quantization(
+            lambda q: (q.update(format="int-quantized"), q["config_groups"]["group_0"].update(format="int-quantized"))
+        ),
+        W1,
+    ),
     ("ignore-unmatched", "fp8", quantization(lambda q: q["ignore"].append("re:.*qkv_proj.*")), "qkv_proj"),
-    ("target-unmatched", "fp8", quantization(lambda q: q["config_groups"]["group_0"]["targets"].append("re:.*gate_up_proj$")), "gate_up_proj"),
+    (
+        "target-unmatched",
+        "fp8",
+        quantization(lambda q: q["config_groups"]["group_0"]["targets"].append("re:.*gate_up_proj$")),
+        "gate_up_proj",
+    ),
     ("declared-not-quantized", "fp8", quantization(lambda q: q["ignore"].pop()), "routed_expert_down_proj"),
-    ("quantized-not-declared", "fp8", quantization(lambda q: q["config_groups"]["group_0"].update(targets=[r"re:.*\.w[12]$"])), W3),
+    (
+        "quantized-not-declared",
+        "fp8",
+        quantization(lambda q: q["config_groups"]["group_0"].update(targets=[r"re:.*\.w[12]$"])),
+        W3,
+    ),
     ("ignored-but-quantized", "fp8", quantization(lambda q: q["ignore"].append(r"re:.*experts\.3\.w1$")), W1),
-    ("router-quantized", "fp8", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.weight", "F8_E4M3", np.ones((4, 128), np.uint8)), "gate.weight"),
+    (
+        "router-quantized",
+        "fp8",
+        lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.weight", "F8_E4M3", np.ones((4, 128), np.uint8)),
+        "gate.weight",
+    ),
     ("scale-missing", "fp8", lambda d: drop(d, W1 + ".weight_scale"), W1 + ".weight_scale"),
     ("scale-missing", "w4a16", lambda d: drop(d, W1 + ".weight_shape"), W1 + ".weight_shape"),
     ("scale-missing", "nvfp4", lambda d: drop(d, W1 + ".weight_global_scale"), W1 + ".weight_global_scale"),
@@ -160,11 +220,26 @@ CASES = [
     ("scale-dtype", "nvfp4", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((128, 8), np.float32)), W1),
     ("weight-shape", "w4a16", lambda d: put(d, W1 + ".weight_shape", "I64", np.array([128, 256])), W1),
     ("indivisible", "fp8_block", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((192, 128), np.uint8)), "192x128"),
-    ("indivisible", "w4a16", quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=96)), "128 columns % group 96"),
+    (
+        "indivisible",
+        "w4a16",
+        quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=96)),
+        "128 columns % group 96",
+    ),
     ("fused-torn", "fp8", quantize_b_proj_alone, "b_proj"),
-    ("fused-torn", "fp8", lambda d: put(d, W3 + ".weight", *fixtures.bf16(np.ones((128, 128)))) or drop(d, W3 + ".weight_scale"), W3),
+    (
+        "fused-torn",
+        "fp8",
+        lambda d: put(d, W3 + ".weight", *fixtures.bf16(np.ones((128, 128)))) or drop(d, W3 + ".weight_scale"),
+        W3,
+    ),
     ("experts-differ", "fp8", unquantize_one_expert, W1),
-    ("global-scale-differs", "nvfp4", lambda d: put(d, W3 + ".weight_global_scale", "F32", np.full(1, 2, np.float32)), W3),
+    (
+        "global-scale-differs",
+        "nvfp4",
+        lambda d: put(d, W3 + ".weight_global_scale", "F32", np.full(1, 2, np.float32)),
+        W3,
+    ),
     ("kv-uncalibrated", "fp8", kv_scheme(), "scale=1.0"),
     ("kv-scheme-unsupported", "fp8", kv_scheme(num_bits=4), "4-bit"),
     ("kv-scale-missing", "fp8", kv_scales_in_some_layers, "layers.2"),
@@ -175,12 +250,19 @@ CASES = [
     ("scale-zero", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(0)), "1 of 128"),
     ("scale-negative", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(-1)), W1),
     ("not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight", first(0x7F)), "1 of 16384 values are NaN"),
-    ("not-finite", "fp8", lambda d: edit_values(d, PREFIX + "layers.1.mlp_res_proj.weight", first(0x7FC0)), "mlp_res_proj"),
+    (
+        "not-finite",
+        "fp8",
+        lambda d: edit_values(d, PREFIX + "layers.1.mlp_res_proj.weight", first(0x7FC0)),
+        "mlp_res_proj",
+    ),
     ("not-finite", "fp8", lambda d: edit_values(d, ATTENTION + "A_log", first(-np.inf)), "A_log"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "form", "damage", "names"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "form", "damage", "names"), CASES, ids=[f"{c[0]}-{c[1]}-{n}" for n, c in enumerate(CASES)]
+)
 def test_rule_finds_its_damage(checkpoint, rule, form, damage, names):
     directory = checkpoint(form)
     assert rule not in {finding.rule for finding in lint(directory)}
@@ -239,9 +321,17 @@ def test_headers_only_reads_no_tensor_bytes(checkpoint):
 
 BASE_CASES = [
     ("base-missing", lambda d: drop(d, PREFIX + "norm.weight"), "norm.weight"),
-    ("base-extra", lambda d: put(d, PREFIX + "new.weight", "F32", np.ones(1, np.float32), beside=PREFIX + "norm.weight"), "new.weight"),
+    (
+        "base-extra",
+        lambda d: put(d, PREFIX + "new.weight", "F32", np.ones(1, np.float32), beside=PREFIX + "norm.weight"),
+        "new.weight",
+    ),
     ("dtype-drift", lambda d: put(d, PREFIX + "norm.weight", "F32", np.ones(128, np.float32)), "BF16"),
-    ("dtype-drift", lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))), "e_score"),
+    (
+        "dtype-drift",
+        lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))),
+        "e_score",
+    ),
     ("shape-drift", lambda d: put(d, PREFIX + "norm.weight", *fixtures.bf16(np.ones(64))), "norm.weight"),
     ("shape-drift", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((64, 128), np.uint8)), W1),
     ("bytes-drift", lambda d: edit_values(d, PREFIX + "norm.weight", first(7)), "norm.weight"),

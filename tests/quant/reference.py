@@ -1,6 +1,7 @@
 """Independent decoding of checkpoints in float64, value by value: what the tests compare the engine with.
 
-Nothing here is shared with the engine: bytes come through the fixtures' own reader, numbers through torch or plain formulas.
+Nothing here is shared with the engine: bytes come through the fixtures' own reader, numbers through torch or plain
+formulas.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from llmcompressor import model_free_ptq
 from tests.checkpoint.fixtures import COMPLETE_IGNORE
 
 # What the released ignore list forgets: without it the dequantizer looks for packed weights there.
-NOT_PACKED = ["re:.*_res_proj$", r"re:.*routed_expert_(down|up)_proj$", r"re:.*\.gate$", "re:.*norm$", "re:.*embed_tokens$"]
+NOT_PACKED = [
+    "re:.*_res_proj$", r"re:.*routed_expert_(down|up)_proj$", r"re:.*\.gate$", "re:.*norm$", "re:.*embed_tokens$"
+]
 
 
 def quantize(source: Path, target: Path, preset: str, group_size: int | None = None, packed: bool = True) -> Path:

@@ -1,4 +1,6 @@
-"""The engine on whole checkpoints: what it writes lints clean, what cannot end well is refused before a byte is written."""
+"""The engine on whole checkpoints: what it writes lints clean, what cannot end well is refused before a byte is
+written.
+"""
 
 import json
 import os
@@ -72,7 +74,9 @@ def test_shards_keep_their_names_and_auxiliary_files_are_carried(k3, tmp_path):
     (k3 / "requantization.json").write_text("{}")  # a stale one must not be carried
     engine.requantize(k3, tmp_path / "out", Recipe("w4a16"))
     (k3 / "requantization.json").unlink()
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in k3.iterdir()} | {"manifest.json", "requantization.json"}
+    assert {
+        p.name for p in (tmp_path / "out").iterdir()
+    } == {p.name for p in k3.iterdir()} | {"manifest.json", "requantization.json"}
     assert (tmp_path / "out/LICENSE").read_text() == "licence\n"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     tensors = reference.tensors_of(tmp_path / "out")
@@ -108,7 +112,12 @@ def test_nvfp4_mates_share_a_global_scale_across_shards(mine, tmp_path):
     w3 = EXPERT.format(layer=2, expert=3, name="w3")
     edit_values(mine, w3 + ".weight_scale", lambda v: np.copyto(v, v - 14))
     moved = {}
-    fixtures.edit_tensors(mine, w3 + ".weight_packed", lambda t: moved.update({n: t.pop(n) for n in list(t) if n.startswith(w3)}), reindex=False)
+    fixtures.edit_tensors(
+        mine,
+        w3 + ".weight_packed",
+        lambda t: moved.update({n: t.pop(n) for n in list(t) if n.startswith(w3)}),
+        reindex=False,
+    )
     fixtures.edit_tensors(mine, PREFIX + "norm.weight", lambda t: t.update(moved))
     report = engine.requantize(mine, tmp_path / "out", Recipe("nvfp4"))
     after = reference.tensors_of(tmp_path / "out")
@@ -139,7 +148,9 @@ def test_a_single_file_without_index(tmp_path):
 
 
 def test_rows_come_in_chunks_without_a_seam(k3, tmp_path, monkeypatch):
-    for recipe in (Recipe("fp8_block", "dense_too"), Recipe("w4a16"), Recipe("int8_channel", "dense_too"), Recipe("nvfp4")):
+    for recipe in (
+        Recipe("fp8_block", "dense_too"), Recipe("w4a16"), Recipe("int8_channel", "dense_too"), Recipe("nvfp4")
+    ):
         engine.requantize(k3, tmp_path / "whole", recipe)
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "CHUNK_WEIGHTS", 1000)
@@ -182,7 +193,9 @@ NOT_WHOLE = {
     ),
     "truncated shard": (lambda d: os.truncate(d / SHARD, 5000), f"{SHARD}: header claims"),
     "missing shard": (lambda d: (d / SHARD).unlink(), f"{SHARD}: in the index, not on disk"),
-    "tensor not in its shard": (lambda d: fixtures.drop(d, PREFIX + "norm.weight", reindex=False), "norm.weight: the index says"),
+    "tensor not in its shard": (
+        lambda d: fixtures.drop(d, PREFIX + "norm.weight", reindex=False), "norm.weight: the index says"
+    ),
     "tensor not in the index": (
         lambda d: edit_json(d, "model.safetensors.index.json", lambda i: i["weight_map"].pop(PREFIX + "norm.weight")),
         "norm.weight: in model-00003-of-000003.safetensors, not in the index",
@@ -235,7 +248,9 @@ def test_indivisible_columns_are_refused_with_the_number(mine, tmp_path):
     with pytest.raises(Refused, match=rf"{W1}: 96 columns do not divide by 128 \(96 % 128 = 96\) for w4a16 group 128"):
         engine.requantize(mine, tmp_path / "out", Recipe("w4a16", group_size=128))
     assert not list(tmp_path.glob(".out*"))
-    report = engine.requantize(mine, tmp_path / "out", Recipe("fp8_block"))  # all experts fall back to channels together
+    report = engine.requantize(
+        mine, tmp_path / "out", Recipe("fp8_block")
+    )  # all experts fall back to channels together
     assert report["damage"]["total"]["exact_fraction"] == 1.0
     scales = [d.shape[1] for n, (_, d) in reference.tensors_of(tmp_path / "out").items() if n.endswith("weight_scale")]
     assert set(scales) == {1}

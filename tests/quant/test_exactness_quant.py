@@ -62,14 +62,18 @@ def test_the_report_by_kind_and_layer(sources, tmp_path):
     rows = report["damage"]["by_kind_and_layer"]
     assert [(row["kind"][-2:], row["layer"]) for row in rows] == [(k, l) for k in ("w1", "w2", "w3") for l in (1, 2, 3)]
     for row in rows:
-        members = [m for m in reference.modules_of(before) if f"layers.{row['layer']}." in m and m.endswith(row["kind"][-3:])]
+        members = [
+            m for m in reference.modules_of(before) if f"layers.{row['layer']}." in m and m.endswith(row["kind"][-3:])
+        ]
         weights, inexact, error, signal = reference.damage(before, after, members)
         assert (row["weights"], row["inexact_weights"]) == (weights, inexact)
         assert row["relative_rmse"] == pytest.approx(math.sqrt(error / signal), rel=1e-6)
         assert row["largest_exponent_spread"] == 23
 
 
-@pytest.mark.parametrize("scheme", [fp8.scheme(True, "pow2"), fp8.scheme(False, "pow2"), int8.scheme("pow2")], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "scheme", [fp8.scheme(True, "pow2"), fp8.scheme(False, "pow2"), int8.scheme("pow2")], ids=lambda s: s.name
+)
 def test_the_exact_limits_are_sharp(scheme):
     """At the documented spread no code changes; one beyond, the smallest code does."""
     limit = EXACT_UP_TO[scheme.name]
@@ -104,7 +108,9 @@ def test_an_expert_of_zeros_has_finite_scales_and_stays_zero(tmp_path, recipe):
     assert not reference.matrix(after, module).any()
 
 
-@pytest.mark.parametrize("recipe", [Recipe("fp8_block"), Recipe("int8_channel", scale="amax"), Recipe("w4a16")], ids=label)
+@pytest.mark.parametrize(
+    "recipe", [Recipe("fp8_block"), Recipe("int8_channel", scale="amax"), Recipe("w4a16")], ids=label
+)
 @pytest.mark.parametrize("exponent", [2, 20, 24, 250])
 def test_extreme_exponents_take_the_float_path_and_agree(tmp_path, recipe, exponent):
     source = fixtures.write_k3(tmp_path / "source")
@@ -128,7 +134,11 @@ def test_infinity_from_an_exponent_that_overflows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("recipe", [Recipe("fp8_block", "dense_too"), Recipe("int8_channel", "dense_too"), Recipe("w4a16", "dense_too")], ids=label)
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe("fp8_block", "dense_too"), Recipe("int8_channel", "dense_too"), Recipe("w4a16", "dense_too")],
+    ids=label,
+)
 def test_bf16_weights_are_rounded_and_counted(tmp_path, recipe, packed):
     source = fixtures.write_k3(tmp_path / "source", packed=packed)
     report = engine.requantize(source, tmp_path / "out", recipe)

@@ -36,7 +36,9 @@ def test_from_mxfp4(tmp_path, case, spread):
         fixtures.edit_values(source, module + ".weight_packed", lambda v: v[:64, :16].fill(0x88))
         fixtures.edit_values(source, module + ".weight_packed", lambda v: v[32:96, 16:32].fill(0x11))
         fixtures.edit_values(source, module + ".weight_packed", lambda v: v[100].fill(0x1))
-    fixtures.edit_values(source, fixtures.EXPERT.format(layer=3, expert=2, name="w3") + ".weight_packed", lambda v: v.fill(0))
+    fixtures.edit_values(
+        source, fixtures.EXPERT.format(layer=3, expert=2, name="w3") + ".weight_packed", lambda v: v.fill(0)
+    )
     engine.requantize(source, tmp_path / "ours", recipe)
     stock.quantize(source, tmp_path / "theirs", preset, group_size)
     compare(reference.tensors_of(tmp_path / "ours"), reference.tensors_of(tmp_path / "theirs"))
@@ -52,7 +54,9 @@ def test_from_floats(tmp_path, case, dtype):
         if ".experts." in name:
             values = (rng.standard_t(3, data.shape) * 0.02).astype(np.float32)
             values[5], values[9, :32] = 0, -0.0
-            tensors[name] = {"BF16": fixtures.bf16(values), "F16": ("F16", values.astype(np.float16)), "F32": ("F32", values)}[dtype]
+            tensors[name] = {
+                "BF16": fixtures.bf16(values), "F16": ("F16", values.astype(np.float16)), "F32": ("F32", values)
+            }[dtype]
     config = fixtures.model_config()
     del config["text_config"]["quantization_config"]
     source = fixtures.write_checkpoint(tmp_path / "source", tensors, config)

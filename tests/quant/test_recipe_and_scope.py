@@ -51,8 +51,8 @@ def test_scopes_of_k3(k3):
     _, dense = selected(k3, Recipe("fp8_block", "dense_only"))
     kinds = {modules[name].kind for name in dense}
     assert kinds == {
-        "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "block_sparse_moe.shared_experts.gate_proj",
-        "block_sparse_moe.shared_experts.up_proj", "block_sparse_moe.shared_experts.down_proj",
+        "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+        "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj", "block_sparse_moe.shared_experts.down_proj",
     }  # fmt: skip
     _, both = selected(k3, Recipe("fp8_block", "dense_too"))
     assert both == experts | dense
@@ -61,7 +61,9 @@ def test_scopes_of_k3(k3):
 def test_a_gqa_model_has_no_experts_and_its_projections_are_dense(tmp_path):
     tensors = {}
     for name, shape in (
-        ("self_attn.q_proj", (64, 64)), ("self_attn.k_proj", (32, 64)), ("self_attn.v_proj", (32, 64)), ("self_attn.o_proj", (64, 64)),
+        (
+            "self_attn.q_proj", (64, 64)
+        ), ("self_attn.k_proj", (32, 64)), ("self_attn.v_proj", (32, 64)), ("self_attn.o_proj", (64, 64)),
         ("mlp.gate_proj", (128, 64)), ("mlp.up_proj", (128, 64)), ("mlp.down_proj", (64, 128)),
     ):  # fmt: skip
         tensors[f"model.layers.0.{name}.weight"] = fixtures.bf16(fixtures.np.ones(shape))
@@ -102,7 +104,9 @@ def test_a_torn_fused_set_is_refused(k3, monkeypatch):
 @pytest.mark.parametrize("form", ["fp8", "w4a16", "nvfp4", "int8"])
 def test_a_source_in_another_format_is_refused_by_name(tmp_path, form):
     directory = fixtures.write_rough(tmp_path / form, form)
-    name = {"fp8": "float-quantized", "w4a16": "pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int8": "int-quantized"}[form]
+    name = {
+        "fp8": "float-quantized", "w4a16": "pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int8": "int-quantized"
+    }[form]
     with pytest.raises(Refused, match=rf"already quantized at \$\.quantization_config \({name}\)"):
         selected(directory, Recipe("fp8_block"))
 

@@ -1,0 +1,123 @@
+"""Lint rules that compare a checkpoint with the one that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.checkpoint.declared import CONFIG_KEYS
+from pipeline.checkpoint.finding import Finding
+from pipeline.checkpoint.headers import Tensor
+from pipeline.checkpoint.reading import CONFIG, Checkpoint
+from pipeline.checkpoint.rules_content import AGAIN, PROVENANCE, chunks_of
+from pipeline.checkpoint.rules_files import same_file
+from pipeline.checkpoint.table import Table, is_packed
+
+
+def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
+    """Every module of the base is there, unquantized tensors byte for byte, auxiliary files and the rest of
+    config.json too.
+    """
+    checkpoint = table.checkpoint
+    base_modules: dict[str, dict[str, Tensor]] = {}
+    for tensor in base.tensors().values():
+        base_modules.setdefault(tensor.module, {})[tensor.parameter] = tensor
+    copy = "copy it from the base"
+    for module, stored in base_modules.items():
+        mine = table.modules.get(module, {})
+        if is_packed(stored) or is_packed(mine):
+            weight = stored.get("weight_packed") or stored.get("weight")
+            if not mine.get("weight_packed") and not mine.get("weight"):
+                yield Finding(
+                    "base-missing",
+                    base.weight_map[weight.name],
+                    weight.name,
+                    "in the base, no weight of this module here",
+                    copy,
+                )
+            elif (
+                logical := _logical(mine, table, module)
+            ) and (wanted := _logical(stored, None, module)) and logical != wanted:
+                tensor = mine.get("weight_packed") or mine["weight"]
+                yield Finding(
+                    "shape-drift",
+                    table.shard(tensor.name),
+                    tensor.name,
+                    f"a matrix of {list(logical)}, in the base {list(wanted)}",
+                    AGAIN,
+                )
+            continue
+        for parameter, tensor in stored.items():
+            other = mine.get(parameter)
+            if other is None:
+                yield Finding("base-missing", base.weight_map[tensor.name], tensor.name, "in the base, not here", copy)
+            elif other.dtype != tensor.dtype:
+                yield Finding(
+                    "dtype-drift",
+                    table.shard(tensor.name),
+                    tensor.name,
+                    f"stored as {other.dtype}, in the base {tensor.dtype}",
+                    copy + " byte for byte",
+                )
+            elif other.shape != tensor.shape:
+                yield Finding(
+                    "shape-drift",
+                    table.shard(tensor.name),
+                    tensor.name,
+                    f"shape {list(other.shape)}, in the base {list(tensor.shape)}",
+                    copy,
+                )
+    for module in sorted(table.modules.keys() - base_modules.keys()):
+        for tensor in table.modules[module].values():
+            if tensor.parameter not in ("k_scale", "v_scale", "q_scale"):
+                yield Finding("base-extra", table.shard(tensor.name), tensor.name, "not in the base", "drop it")
+    for key in sorted((base.config.keys() | checkpoint.config.keys()) - set(CONFIG_KEYS)):
+        if _plain(base.config.get(key)) != _plain(checkpoint.config.get(key)):
+            yield Finding("config-drift", CONFIG, "", f"$.{key} differs from the base's", "take it from the base")
+    for name in base.auxiliary:
+        if name == PROVENANCE:
+            continue
+        if not (checkpoint.directory / name).exists():
+            yield Finding("aux-missing", name, "", "in the base, not here", copy)
+        elif not same_file(base.directory / name, checkpoint.directory / name):
+            yield Finding("aux-changed", name, "", "differs from the base's", copy)
+
+
+def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
+    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes."""
+    for tensor in base.tensors().values():
+        mine = table.modules.get(tensor.module, {})
+        other = mine.get(tensor.parameter)
+        if other is None or is_packed(mine) or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            continue
+        pairs = zip(
+            chunks_of(base, base.weight_map[tensor.name], tensor),
+            chunks_of(table.checkpoint, table.shard(tensor.name), other),
+            strict=True,
+        )
+        if any(one != two for one, two in pairs):
+            yield Finding(
+                "bytes-drift",
+                table.shard(tensor.name),
+                tensor.name,
+                f"{tensor.dtype} {list(tensor.shape)} differs from the base",
+                "copy it from the base byte for byte",
+            )
+
+
+def _logical(stored: dict[str, Tensor], table: Table | None, module: str) -> tuple[int, ...] | None:
+    """Shape of the matrix that is stored, packing undone."""
+    packed = stored.get("weight_packed")
+    if packed is None:
+        weight = stored.get("weight")
+        return weight.shape if weight else None
+    if len(packed.shape) != 2 or packed.dtype not in ("U8", "I32"):
+        return None
+    group = table.group_of.get(module) if table else None
+    per_item = 2 if packed.dtype == "U8" else 32 // ((group.num_bits if group else None) or 4)
+    return (packed.shape[0], packed.shape[1] * per_item)
+
+
+def _plain(config: object) -> object:
+    if isinstance(config, dict):
+        return {key: _plain(value) for key, value in config.items() if key not in CONFIG_KEYS}
+    return config
