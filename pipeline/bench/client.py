@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.bench import vllm_client
 from pipeline.errors import Invalid
 from pipeline.serve.logs import last_lines
 from pipeline.serve.settings import clean_environment
 
-SCRIPT = Path(__file__).with_name("vllm_client.py")
 IMPORT_TIMEOUT_S = 300.0
 
 
@@ -37,7 +37,7 @@ class BenchClient:
         }
         with open(self._log_path, "wb") as log:
             self._process = subprocess.Popen(
-                [str(self._python), str(SCRIPT)],
+                [str(self._python), vllm_client.__file__],
                 stdin=subprocess.PIPE,
                 stderr=log,
                 stdout=subprocess.PIPE,
