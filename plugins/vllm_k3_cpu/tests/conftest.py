@@ -1,6 +1,7 @@
 """Engines for the tests: in this process, one thread, one at a time; checkpoints are written once a session.
 
-Run in the serve-cpu environment with the plugin installed there (the entry point must exist); the code tested is this tree's.
+Run in the serve-cpu environment with the plugin installed there (the entry point must exist); the code tested is this
+tree's.
 """
 
 import os
@@ -42,8 +43,8 @@ class Engine:
         self.llm = llm
 
     def logits(self, *prompts: list[int], new_tokens: int = 1) -> list[torch.Tensor]:
-        """Per prompt [len(prompt) - 1 + new tokens, vocab]: logits after every prompt token but those served from the prefix
-        cache are recomputed (asking for prompt logits turns its use off), then of every generated token."""
+        """Per prompt [len(prompt) - 1 + new tokens, vocab]: logits after every prompt token but those served from the
+        prefix cache are recomputed (asking for prompt logits turns its use off), then of every generated token."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -53,7 +54,7 @@ class Engine:
         return [_table([*o.prompt_logprobs[1:], *o.outputs[0].logprobs]) for o in outputs]
 
     def continuation(self, *prompts: list[int], new_tokens: int = 4) -> list[tuple[list[int], torch.Tensor, int]]:
-        """Per prompt: greedy tokens, their logits [new tokens, vocab], and how many prompt tokens came from the cache."""
+        """Per prompt: greedy tokens, their logits [new tokens, vocab], prompt tokens that came from the cache."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, logprobs=-1, detokenize=False)

@@ -1,4 +1,5 @@
-"""Weight formats written from their definitions: packed tensors, the compressed-tensors config, and the exact values stored.
+"""Weight formats written from their definitions: packed tensors, the compressed-tensors config, and the exact values
+stored.
 
 Each ``encode_*`` takes a float matrix [N, K] and returns (checkpoint tensors by suffix, dequantized float32 matrix).
 """
@@ -56,7 +57,8 @@ def encode_fp8_block(w: torch.Tensor):
     blocks = w.float().view(rows, 128, columns, 128)
     scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True) / 448)))
     codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return {"weight": codes.view(w.shape), "weight_scale": scale.view(rows, columns)}, (codes.float() * scale).view(w.shape)
+    values = (codes.float() * scale).view(w.shape)
+    return {"weight": codes.view(w.shape), "weight_scale": scale.view(rows, columns)}, values
 
 
 def encode_int8(w: torch.Tensor):

@@ -61,7 +61,8 @@ class Reference:
         return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
 
     def mlp(self, p: str, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(f"{p}.down_proj", self.situ(self.linear(f"{p}.gate_proj", x), self.linear(f"{p}.up_proj", x)))
+        gate, up = self.linear(f"{p}.gate_proj", x), self.linear(f"{p}.up_proj", x)
+        return self.linear(f"{p}.down_proj", self.situ(gate, up))
 
     def moe(self, p: str, x: torch.Tensor) -> torch.Tensor:
         c = self.c

@@ -1,4 +1,4 @@
-"""Reference kernels: the stored values come back exactly, activations are rounded as the format says, grouped = one by one."""
+"""Reference kernels: stored values come back exactly, activations are rounded, grouped experts equal single ones."""
 
 from types import SimpleNamespace
 
@@ -77,7 +77,7 @@ def test_fp8_block_rounds_activations_as_vllm_does():
 
 @pytest.mark.parametrize("pairs", [2, 40, 700])
 def test_grouped_experts_equal_single_layers(name, pairs):
-    """Two pairs leave experts idle, 40 pad every expert to equal rows, 700 are packed; weights become views of the stack."""
+    """Two pairs leave experts idle, 40 pad every expert to equal rows, 700 are packed."""
     layers, _ = zip(*(layer_of(name, torch.randn(ROWS, COLUMNS)) for _ in range(EXPERTS)), strict=True)
     stacked = moe.StackedWeights(FORMATS[name], list(layers))
     chosen = torch.randint(0, EXPERTS - 1, (pairs,))

@@ -1,6 +1,7 @@
 """Native K3 served in float32: the definition's logits, however a request is batched, cut, cached or continued."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -71,10 +72,24 @@ def test_memory_report_leaves_cached_state_alone(engine):
     assert_close(warm[1], cold[1])
 
 
+# The tests below start engines of their own; one process holds one at a time, so the shared one is used above only.
+
+
 def test_chunked_prefill_gives_the_same_logits(native, reference):
     ids = prompt(700, seed=6)
     with running(native[0], max_num_batched_tokens=300, max_num_seqs=4) as engine:
         assert_close(engine.logits(ids)[0], reference(ids), 2 * TOLERANCE)
+
+
+def test_trained_model_gives_its_golden_logits():
+    """Committed logits of the exported weights by a training-side definition and by llm-compressor's."""
+    directory = Path(__file__).resolve().parents[3] / "models" / "tiny-k3"
+    goldens = load_file(directory / "goldens" / "logits.safetensors")
+    with running(directory) as engine:
+        for number in range(sum(name.startswith("ids_") for name in goldens)):
+            got = engine.logits(goldens[f"ids_{number}"].tolist())[0]
+            assert_close(got, goldens[f"logits_{number}"])
+            assert_close(got, goldens[f"second_logits_{number}"])
 
 
 @pytest.mark.parametrize("extra", [True, False])

@@ -38,11 +38,12 @@ def test_fp8_cache_stores_rounded_latents_and_halves_the_bytes(cache, element, n
     with running(native[0], kv_cache_dtype=cache, max_num_batched_tokens=600) as engine:
         got = engine.logits(ids)[0]
         memory, scales = engine.memory(), engine.kv_scales()
+        engine.llm.reset_prefix_cache()
         cold = engine.continuation(ids)[0]
         warm = engine.continuation(ids)[0]
     assert divergence(got, reference(native[1], element, 1.0)(ids))[0] <= 1e-4
     assert divergence(got, Reference(tiny.TEXT_CONFIG, native[1])(ids))[0] > 1e-4  # the rounding is really there
-    assert (cold[2], warm[2]) == (0, 512)
+    assert cold[2] == 0 and warm[2] >= 512
     torch.testing.assert_close(warm[1], cold[1], atol=1e-4, rtol=0)
     assert memory["kv_bytes_per_token"] == 2 * LATENT
     assert [s["k_scale"] for s in scales.values()] == [[1.0], [1.0]]
@@ -50,8 +51,10 @@ def test_fp8_cache_stores_rounded_latents_and_halves_the_bytes(cache, element, n
 
 
 def test_calibrated_scales_are_used(native, tmp_path):
+    """A scale eight times too small saturates the latents.  (Eight times larger barely shows: FP8 is a floating type,
+    and a power of two only shifts its exponents.)"""
     ids, logits = prompt(100, seed=8), {}
-    for scale in (0.02, 0.16):
+    for scale in (0.02, 0.0025):
         with running(with_scales(native, tmp_path / str(scale), scale), kv_cache_dtype="fp8_e4m3") as engine:
             logits[scale] = engine.logits(ids)[0]
             scales = engine.kv_scales()
@@ -59,7 +62,7 @@ def test_calibrated_scales_are_used(native, tmp_path):
         for layer in scales.values():
             assert layer["k_scale"] == pytest.approx([scale]) and layer["source"] == "checkpoint" and layer["applied"]
         assert divergence(logits[scale], reference(native[1], torch.float8_e4m3fn, scale)(ids))[0] <= 1e-4
-    assert (logits[0.02] - logits[0.16]).abs().max() > 1e-2
+    assert (logits[0.02] - logits[0.0025]).abs().max() > 0.1
 
 
 def test_bfloat16_cache_and_state(native):
@@ -102,7 +105,7 @@ def test_a_scale_that_is_no_scale_is_refused(bad):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"dtype": "float16"}, "bfloat16 or float32"),
-    ({"pipeline_parallel_size": 2}, "tensor and data parallelism only"),
+    ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "tensor and data parallelism only"),
 ])  # fmt: skip
 def test_what_k3_on_cpu_cannot_do_is_refused(options, message, native):
     with pytest.raises(Exception, match=message):

@@ -1,4 +1,4 @@
-"""The memory report's figures are those of arithmetic, on the serving configuration (bfloat16) and for another model."""
+"""The memory report's figures are those of arithmetic: K3 as it is served (bfloat16), and another model."""
 
 import json
 
@@ -58,9 +58,9 @@ def write_llama(directory):
     p = "model.layers.0"
     shapes = {
         "model.embed_tokens": (512, 128), "lm_head": (512, 128), "model.norm": (128,), f"{p}.input_layernorm": (128,),
-        f"{p}.post_attention_layernorm": (128,), f"{p}.self_attn.q_proj": (128, 128), f"{p}.self_attn.k_proj": (64, 128),
-        f"{p}.self_attn.v_proj": (64, 128), f"{p}.self_attn.o_proj": (128, 128), f"{p}.mlp.gate_proj": (256, 128),
-        f"{p}.mlp.up_proj": (256, 128), f"{p}.mlp.down_proj": (128, 256),
+        f"{p}.post_attention_layernorm": (128,), f"{p}.self_attn.q_proj": (128, 128),
+        f"{p}.self_attn.k_proj": (64, 128), f"{p}.self_attn.v_proj": (64, 128), f"{p}.self_attn.o_proj": (128, 128),
+        f"{p}.mlp.gate_proj": (256, 128), f"{p}.mlp.up_proj": (256, 128), f"{p}.mlp.down_proj": (128, 256),
     }  # fmt: skip
     weights = {f"{name}.weight": torch.randn(shape).bfloat16() * 0.05 for name, shape in shapes.items()}
     directory.mkdir(exist_ok=True)
@@ -72,11 +72,12 @@ def write_llama(directory):
 
 def test_a_llama_has_no_state_and_its_own_kernels(tmp_path):
     checkpoint, weight_bytes = write_llama(tmp_path)
-    with running(checkpoint, dtype="bfloat16", kv_cache_dtype="fp8", max_model_len=1024, max_num_batched_tokens=256) as engine:
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "max_model_len": 1024, "max_num_batched_tokens": 256}
+    with running(checkpoint, **options) as engine:
         report, scales = engine.memory(), engine.kv_scales()
     assert KEYS <= report.keys() and report["unavailable"] == {}
-    # The rotary table is a buffer of the model, not a weight of the file.
-    assert report["weight_bytes"] - weight_bytes == 2048 * 32 * 2
+    # Buffers of the model that are no weights of the file: the rotary table, and four scales of the attention layer.
+    assert report["weight_bytes"] - weight_bytes == 2048 * 32 * 2 + 4 * 4
     assert report["kv_bytes_per_token"] == 2 * 2 * 32
     assert report["state_bytes_per_sequence"] == report["state_page_bytes_padded"] == 0
     assert report["kv_bytes_allocated"] == report["kv_num_blocks"] * report["kv_page_bytes"]

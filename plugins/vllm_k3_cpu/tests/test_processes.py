@@ -22,7 +22,8 @@ if __name__ == "__main__":
     llm = LLM(checkpoint, dtype="float32", tensor_parallel_size=2, max_model_len=2048, kv_cache_memory_bytes=32 << 20,
               max_num_seqs=4, max_num_batched_tokens=2048, logprobs_mode="raw_logits", max_logprobs=-1,
               worker_extension_cls=sys.argv[4])
-    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=-1, logprobs=-1, detokenize=False)
+    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=-1, logprobs=-1,
+                              detokenize=False)
     o = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0]
     rows = [[row[t].logprob for t in range(len(row))] for row in [*o.prompt_logprobs[1:], *o.outputs[0].logprobs]]
     json.dump({"logits": rows, "memory": llm.collective_rpc("memory_report")}, open(out, "w"))
@@ -32,7 +33,10 @@ if __name__ == "__main__":
 def test_two_ranks_equal_one(native, tmp_path):
     ids, script, out = prompt(100, seed=10), tmp_path / "ranks.py", tmp_path / "out.json"
     script.write_text(RANKS)
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, script, native[0], json.dumps(ids), out, MEMORY_REPORT], env=environment, capture_output=True,
         text=True, timeout=240,

@@ -1,6 +1,8 @@
-"""A random-weight K3 of the tiny shape, in the released layout, and its quantized forms: checkpoints written by the tests.
+"""A random-weight K3 of the tiny shape, in the released layout, and its quantized forms: checkpoints written by the
+tests.
 
-Everything is torch and safetensors; the formats are written from their definitions, not by the libraries that read them.
+Everything is torch and safetensors; the formats are written from their definitions, not by the libraries that read
+them.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ TEXT_CONFIG = {
     "attn_res_block_size": 2, "num_nextn_predict_layers": 0, "max_position_embeddings": 16384,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-VISION_CONFIG = {"vt_hidden_size": 64, "vt_intermediate_size": 128, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
-                 "mm_hidden_size": 64, "text_hidden_size": 128}  # fmt: skip
+VISION_CONFIG = {
+    "vt_hidden_size": 64, "vt_intermediate_size": 128, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
+    "mm_hidden_size": 64, "text_hidden_size": 128,
+}  # fmt: skip
 NATIVE_IGNORE = [
     "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
     "re:.*vision_tower.*", "re:.*mm_projector.*",
@@ -50,8 +54,9 @@ def shapes(config: dict = TEXT_CONFIG) -> dict[str, tuple[int, ...]]:
            "model.output_attn_res_proj.weight": (1, hidden)}  # fmt: skip
 
     def mlp(prefix, inner):
-        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
-            out[f"{prefix}.{name}.weight"] = shape
+        for name in ("gate_proj", "up_proj"):
+            out[f"{prefix}.{name}.weight"] = (inner, hidden)
+        out[f"{prefix}.down_proj.weight"] = (hidden, inner)
 
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}"
@@ -70,7 +75,8 @@ def shapes(config: dict = TEXT_CONFIG) -> dict[str, tuple[int, ...]]:
                     f"{a}.A_log": (linear["num_heads"],), f"{a}.dt_bias": (projected,),
                     f"{a}.o_norm.weight": (width,)}  # fmt: skip
         else:
-            out |= {f"{a}.q_a_proj.weight": (c["q_lora_rank"], hidden), f"{a}.q_a_layernorm.weight": (c["q_lora_rank"],),
+            out |= {f"{a}.q_a_proj.weight": (c["q_lora_rank"], hidden),
+                    f"{a}.q_a_layernorm.weight": (c["q_lora_rank"],),
                     f"{a}.q_b_proj.weight": (heads * (nope + rope), c["q_lora_rank"]),
                     f"{a}.kv_a_proj_with_mqa.weight": (c["kv_lora_rank"] + rope, hidden),
                     f"{a}.kv_a_layernorm.weight": (c["kv_lora_rank"],),
@@ -80,7 +86,8 @@ def shapes(config: dict = TEXT_CONFIG) -> dict[str, tuple[int, ...]]:
             mlp(f"{p}.mlp", c["intermediate_size"])
             continue
         m = f"{p}.block_sparse_moe"
-        out |= {f"{m}.gate.weight": (c["num_experts"], hidden), f"{m}.gate.e_score_correction_bias": (c["num_experts"],),
+        out |= {f"{m}.gate.weight": (c["num_experts"], hidden),
+                f"{m}.gate.e_score_correction_bias": (c["num_experts"],),
                 f"{m}.routed_expert_down_proj.weight": (latent, hidden),
                 f"{m}.routed_expert_up_proj.weight": (hidden, latent),
                 f"{m}.routed_expert_norm.weight": (latent,)}  # fmt: skip
@@ -115,19 +122,19 @@ def random_weights(seed: int = 0, config: dict = TEXT_CONFIG) -> dict[str, torch
     return weights
 
 
-def write(directory: Path, weights: dict[str, torch.Tensor], quantization: dict | None, config: dict = TEXT_CONFIG) -> Path:
+def write(directory: Path, weights: dict[str, torch.Tensor], quantization: dict | None) -> Path:
     """Checkpoint directory in the released layout: nested text config, ``language_model.`` prefix, a vision tensor."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"language_model.{name}": value.contiguous() for name, value in weights.items()}
     tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(64, 3, 14, 14, dtype=torch.bfloat16)
     tensors["mm_projector.linear.weight"] = torch.zeros(128, 64, dtype=torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    text = config | ({"quantization_config": quantization} if quantization else {})
+    text = TEXT_CONFIG | ({"quantization_config": quantization} if quantization else {})
     top = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
            "text_config": text, "vision_config": VISION_CONFIG}  # fmt: skip
     (directory / "config.json").write_text(json.dumps(top, indent=1))
-    write_tokenizer(directory, config["vocab_size"])
+    write_tokenizer(directory, TEXT_CONFIG["vocab_size"])
     return directory
 
 

@@ -28,7 +28,9 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def log_decay(gate: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+def log_decay(
+    gate: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
     """Gate projection [T, H, D] -> log decay [T, H, D] <= 0; ``a_log`` [H], ``dt_bias`` [H * D].
 
     With a lower bound (K3) ``lower_bound * sigmoid(exp(a) (gate + bias))``, else ``-exp(a) softplus(gate + bias)``.
@@ -41,7 +43,7 @@ def log_decay(gate: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lo
 
 
 def step(q, k, v, g, beta, state):
-    """One token of N sequences.  q, k, v, g [N, H, D]; beta [N, H]; state [N, H, D, D], updated in place -> [N, H, D]."""
+    """One token of N sequences: q, k, v, g [N, H, D]; beta [N, H] -> [N, H, D]; state [N, H, D, D] in place."""
     state.mul_(g.exp().unsqueeze(-1))
     read = torch.matmul(k.unsqueeze(-2), state)
     update = (v.unsqueeze(-2) - read) * beta[..., None, None]

@@ -1,7 +1,7 @@
 """Reference kernels for weight formats vLLM has no CPU kernel for: MXFP4, NVFP4 (weight-only) and FP8 128x128 blocks.
 
-Weights stay in their packed checkpoint form; a layer's dequantized copy lives for one matrix product.  Accuracy and memory
-are those of the format; speed is not, and the memory report names these formats as ``emulated``.
+Weights stay in their packed checkpoint form; a layer's dequantized copy lives for one matrix product.  Accuracy and
+memory are those of the format; speed is not, and the memory report names these formats as ``emulated``.
 
 A `WeightFormat` is the arithmetic; the three kernel classes below put it behind vLLM's kernel selection, and
 `vllm_k3_cpu.moe` applies it to all experts of a layer at once.
@@ -112,7 +112,7 @@ def apply(weight_format: WeightFormat, layer: torch.nn.Module, x: torch.Tensor, 
     return out if bias is None else out + bias
 
 
-class _Emulated:
+class EmulatedKernel:
     """Part shared by the three kernel classes: always available, weights left as they were loaded."""
 
     format: WeightFormat
@@ -132,15 +132,15 @@ class _Emulated:
         return apply(self.format, layer, x, bias)
 
 
-class EmulatedMxfp4Linear(_Emulated, MxFp4LinearKernel):
+class EmulatedMxfp4Linear(EmulatedKernel, MxFp4LinearKernel):
     format = Mxfp4()
 
 
-class EmulatedNvfp4Linear(_Emulated, NvFp4LinearKernel):
+class EmulatedNvfp4Linear(EmulatedKernel, NvFp4LinearKernel):
     format = Nvfp4()
 
 
-class EmulatedFp8BlockLinear(_Emulated, Fp8BlockScaledMMLinearKernel):
+class EmulatedFp8BlockLinear(EmulatedKernel, Fp8BlockScaledMMLinearKernel):
     format = Fp8Block()
     apply_input_quant = False
 

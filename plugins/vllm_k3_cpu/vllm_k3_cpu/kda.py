@@ -110,7 +110,8 @@ class KimiDeltaAttention(nn.Module, MambaBase):
         def options(name):
             return {"bias": False, "quant_config": quant_config, "prefix": f"{self.prefix}.{name}"}
 
-        # q, k, v and a full-rank gate read the same input: one matrix, as in vLLM's GPU model, hence one scheme for all four.
+        # q, k, v and a full-rank gate read the same input: one matrix, as in vLLM's GPU model, hence one scheme for
+        # all four.
         self.fused_name = "in_proj_qkvg" if full_rank_gate else "in_proj_qkv"
         self.parts = 4 if full_rank_gate else 3
         fused = MergedColumnParallelLinear(hidden, [projected] * self.parts, **options(self.fused_name))

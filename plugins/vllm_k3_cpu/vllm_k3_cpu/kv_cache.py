@@ -21,6 +21,6 @@ def require_supported(kv_cache_dtype: str, skip_layers=()) -> None:
         )
     if skip_layers:
         raise ValueError(
-            f"Kimi K3 on CPU: --kv-cache-dtype-skip-layers {list(skip_layers)} is not supported: all MLA layers share one "
-            "page size with the KDA state."
+            f"Kimi K3 on CPU: --kv-cache-dtype-skip-layers {list(skip_layers)} is not supported: all MLA layers share "
+            "one page size with the KDA state."
         )

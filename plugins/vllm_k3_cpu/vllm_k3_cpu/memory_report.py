@@ -2,8 +2,8 @@
 
     --worker-extension-cls vllm_k3_cpu.memory_report.MemoryReport
 
-then ``LLM.collective_rpc("memory_report")``, or ``POST /collective_rpc {"method": "memory_report"}`` on a server started
-with ``VLLM_SERVER_DEV_MODE=1`` (that endpoint runs methods by name: loopback only).  Ask an idle engine.
+then ``LLM.collective_rpc("memory_report")``, or ``POST /collective_rpc {"method": "memory_report"}`` on a server
+started with ``VLLM_SERVER_DEV_MODE=1`` (that endpoint runs methods by name: loopback only).  Ask an idle engine.
 
 A figure that cannot be read is None, and ``unavailable`` says why under its key.  The CUDA branch is written from vLLM
 0.32's source and has not been run.
@@ -30,8 +30,8 @@ class MemoryReport:
     def memory_report(self, num_tokens: int | None = None) -> dict:
         """One rank's memory, bytes unless the key says otherwise.
 
-        ``num_tokens``: batch tokens of the activation measurement (default ``max_num_batched_tokens``), spread over up to
-        ``max_num_seqs`` requests.
+        ``num_tokens``: batch tokens of the activation measurement (default ``max_num_batched_tokens``), spread over
+        up to ``max_num_seqs`` requests.
         """
         runner = self.model_runner
         report: dict = {"rank": self.rank, "device": self.device.type, "unavailable": {}}
@@ -51,8 +51,8 @@ class MemoryReport:
     def kv_scales(self) -> dict:
         """Scales of the KV cache per attention layer, as in effect.
 
-        ``source``: ``checkpoint`` or ``default`` where the layer knows (K3), else None.  ``applied``: whether the cache type
-        uses scales at all.
+        ``source``: ``checkpoint`` or ``default`` where the layer knows (K3), else None.  ``applied``: whether the
+        cache type uses scales at all.
         """
         layers = {}
         for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
@@ -71,7 +71,9 @@ class MemoryReport:
 
 
 def _scale_of(layer, name: str) -> list[float] | None:
-    """A cache scale of an attention layer: a float (K3) or vLLM's ``_k_scale`` / ``_v_scale`` tensor; one value or one a head."""
+    """A cache scale of an attention layer: a float (K3) or vLLM's ``_k_scale`` / ``_v_scale`` tensor; one value or
+    one a head.
+    """
     value = getattr(layer, name, None)
     value = getattr(layer, f"_{name}", None) if value is None else value
     return None if value is None else torch.as_tensor(value).flatten().tolist()
@@ -158,8 +160,8 @@ def _activations(runner, device: str, num_tokens: int, unavailable: dict) -> dic
 
 @contextmanager
 def _null_block_tables(runner):
-    """Point every batch row at the null block meanwhile: rows of finished requests still name blocks that the prefix cache
-    may hand out, and a dummy run writes recurrent state."""
+    """Point every batch row at the null block meanwhile: rows of finished requests still name blocks that the prefix
+    cache may hand out, and a dummy run writes recurrent state."""
     tables = runner.input_batch.block_table.block_tables
     kept = [table.block_table.np.copy() for table in tables]
     for table in tables:
@@ -173,7 +175,9 @@ def _null_block_tables(runner):
 
 
 def _cpu_allocation_peak(run) -> int:
-    """Peak of live bytes in torch's CPU allocator during ``run()``, from allocation events: the same figure every time."""
+    """Peak of live bytes in torch's CPU allocator during ``run()``, from allocation events: the same figure every
+    time.
+    """
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 

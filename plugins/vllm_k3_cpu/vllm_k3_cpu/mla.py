@@ -1,8 +1,8 @@
 """Gated multi-head latent attention without rotary embedding (K3's 24 full-attention layers), over vLLM's paged cache.
 
-The cache holds one latent per token: ``kv_lora_rank + qk_rope_head_dim`` values, replicated on every rank.  Any block size
-and head size, chunked prefill, prefix caching; model type or FP8 elements.  Both prefill and decode read keys from the
-cache, so an FP8 cache gives the same answer however a prompt is cut.
+The cache holds one latent per token: ``kv_lora_rank + qk_rope_head_dim`` values, replicated on every rank.  Any block
+size and head size, chunked prefill, prefix caching; model type or FP8 elements.  Both prefill and decode read keys
+from the cache, so an FP8 cache gives the same answer however a prompt is cut.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ class KimiMLAAttention(nn.Module, AttentionLayerBase):
     def load_scale(self, name: str, value: torch.Tensor) -> None:
         """A calibrated ``k_scale`` / ``v_scale``: one value a layer."""
         if value.numel() != 1 or not torch.isfinite(value.float()).all() or value.float().min() <= 0:
-            raise ValueError(f"{self.prefix}.{name}: expected one finite positive scale, got {value.flatten()[:4].tolist()}")
+            raise ValueError(
+                f"{self.prefix}.{name}: expected one finite positive scale, got {value.flatten()[:4].tolist()}"
+            )
         setattr(self, name, value.float().item())
         self.loaded_scales.add(name)
 

@@ -59,7 +59,8 @@ class DecoderLayer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         attention = KimiDeltaAttention if config.is_kda_layer(index) else KimiMLAAttention
         self.self_attn = attention(config, vllm_config, dense, f"{prefix}.self_attn")
-        has_experts = config.num_experts and index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0
+        past_dense = index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0
+        has_experts = bool(config.num_experts) and past_dense
         if has_experts:
             self.block_sparse_moe = LatentMoE(config, quant_config, dense, f"{prefix}.block_sparse_moe")
         else:
@@ -94,7 +95,9 @@ class KimiLinearModel(nn.Module):
         super().__init__()
         if get_pp_group().world_size != 1:
             raise ValueError("Kimi K3 on CPU does not support pipeline parallelism")
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, vllm_config, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
         )
@@ -184,8 +187,8 @@ class KimiLinearForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant, S
         return MambaStateCopyFuncCalculator.kda_state_copy_func()
 
     def load_weights(self, weights) -> set[str]:
-        """Load (name, tensor) pairs.  Raises `KeyError` for a tensor the model has no place for: a checkpoint whose ignore
-        list does not match what it stores must not be half loaded."""
+        """Load (name, tensor) pairs.  Raises `KeyError` for a tensor the model has no place for: a checkpoint whose
+        ignore list does not match what it stores must not be half loaded."""
         parameters = dict(self.named_parameters())
         loaded = set()
         for name, tensor in weights:
@@ -218,8 +221,8 @@ def _parameter_of(name: str, parameters: dict[str, nn.Parameter]) -> tuple[str, 
         name = name.replace(source, target) if name.endswith(source) else name
     if name not in parameters:
         raise KeyError(
-            f"the checkpoint holds {name}, which the model has no parameter for: does quantization_config (targets, ignore) "
-            "say what is stored?"
+            f"the checkpoint holds {name}, which the model has no parameter for: does quantization_config (targets, "
+            "ignore) say what is stored?"
         )
     return name, None
 

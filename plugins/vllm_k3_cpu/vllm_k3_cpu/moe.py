@@ -1,7 +1,7 @@
 """Latent mixture of experts: router, routed experts in a smaller hidden space, shared experts.
 
-Experts are vLLM linear layers, so every scheme with a CPU linear kernel covers them (vLLM's fused CPU expert kernels know
-neither SiTU nor, without AMX, any quantized format).  Formats emulated by `vllm_k3_cpu.emulation` run grouped: one
+Experts are vLLM linear layers, so every scheme with a CPU linear kernel covers them (vLLM's fused CPU expert kernels
+know neither SiTU nor, without AMX, any quantized format).  Formats emulated by `vllm_k3_cpu.emulation` run grouped: one
 dequantization and one grouped product for all active experts of a layer.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
-from .emulation import WeightFormat, _Emulated, kernel_of
+from .emulation import WeightFormat, EmulatedKernel, kernel_of
 from .norm import RMSNorm
 
 PADDED_ROWS = 256  # largest padded expert batch
@@ -44,8 +44,8 @@ class Activation:
 
 
 def _soft_clip(x: torch.Tensor, bound: float, exact: bool) -> torch.Tensor:
-    """``bound * tanh(x / bound)``.  torch's tanh takes ten times as long on CPU as its sigmoid: below float32 the identity
-    ``tanh(y) = 2 sigmoid(2 y) - 1`` serves (absolute error 2e-7 before the factor ``bound``)."""
+    """``bound * tanh(x / bound)``.  torch's tanh takes ten times as long on CPU as its sigmoid: below float32 the
+    identity ``tanh(y) = 2 sigmoid(2 y) - 1`` serves (absolute error 2e-7 before the factor ``bound``)."""
     if exact:
         return torch.tanh(x / bound).mul_(bound)
     return torch.mul(x, 2 / bound).sigmoid_().mul_(2 * bound).sub_(bound)
@@ -85,8 +85,8 @@ class Expert(nn.Module):
 class ExpertBatch:
     """Where each (token, chosen expert) pair goes in a buffer sorted by expert.
 
-    Small batches give every active expert ``capacity`` rows (zero rows fill up), so that one batched product serves; larger
-    ones are packed (``capacity`` 0).
+    Small batches give every active expert ``capacity`` rows (zero rows fill up), so that one batched product serves;
+    larger ones are packed (``capacity`` 0).
     """
 
     position: torch.Tensor  # [pairs] row of each pair
@@ -168,7 +168,7 @@ class RoutedExperts(nn.ModuleList):
         if not self._looked:
             self._looked = True
             kernel = kernel_of(self[0].w13)
-            if isinstance(kernel, _Emulated):
+            if isinstance(kernel, EmulatedKernel):
                 self._stacked = tuple(
                     StackedWeights(kernel.format, [getattr(e, name) for e in self]) for name in ("w13", "w2")
                 )

@@ -1,4 +1,6 @@
-"""RMSNorm through vLLM's C++ operator, which its Python dispatch does not choose on CPU (eight times the cost at one token)."""
+"""RMSNorm through vLLM's C++ operator, which its Python dispatch does not choose on CPU (eight times the cost at one
+token).
+"""
 
 from __future__ import annotations
 

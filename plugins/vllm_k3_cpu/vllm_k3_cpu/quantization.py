@@ -2,8 +2,8 @@
 
 Native K3 (one compressed-tensors group, ``mxfp4-pack-quantized``): routed experts only, whatever the file's incomplete
 ignore list says.  vLLM does the same on GPU by rewriting the quantization method to ``mxfp4``
-(`KimiK3ForConditionalGenerationConfig`, vllm/model_executor/models/config.py).  Every other config, mixed groups included,
-means exactly what it says and needs a complete ignore list.
+(`KimiK3ForConditionalGenerationConfig`, vllm/model_executor/models/config.py).  Every other config, mixed groups
+included, means exactly what it says and needs a complete ignore list.
 """
 
 from __future__ import annotations

