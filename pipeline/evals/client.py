@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import aiohttp
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
 from pipeline.errors import Invalid
+from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied, alive
 from pipeline.evals.journal import Journal, Record, failed
 from pipeline.evals.scoring import visible_answer
@@ -37,12 +38,13 @@ class Transport:
     failures_in_a_row: int
     concurrency: int
     thinking: bool = False
-    describe: Callable[[str], str] = lambda prompt_hash: prompt_hash[:12]
-    """Names an item in messages, from its prompt hash."""
-    known: Mapping[str, Any] | None = None
-    """Prompt hashes that may be asked for; ``None``: any."""
+    known: Mapping[str, Item] | None = None
+    """Items by prompt hash; only these may be asked for.  ``None``: any prompt."""
     _failing: int = field(default=0, init=False)
     _dead: bool = field(default=False, init=False)
+    _in_flight: set[str] = field(default_factory=set, init=False)
+    _suspects: set[str] = field(default_factory=set, init=False)
+    """What was in flight when the first of the current run of connections broke."""
 
     async def ask(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
                   sent_tokens: int | None) -> Record:
@@ -51,18 +53,36 @@ class Transport:
             raise Invalid("lm-eval asks for a prompt that is not in the data set: the prompt was changed on the way")
         if (done := self.journal.records.get(prompt_hash)) is not None and done.failure is None:
             return done
-        record = await self._attempts(session, url, headers, payload, prompt_hash, sent_tokens)
+        self._in_flight.add(prompt_hash)
+        try:
+            record = await self._attempts(session, url, headers, payload, prompt_hash, sent_tokens)
+        finally:
+            self._in_flight.discard(prompt_hash)
         self.journal.add(record)
         self._failing = 0 if record.failure is None else self._failing + 1
         if self._failing >= self.failures_in_a_row:
             raise self._death(f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
-                             f"{self.describe(prompt_hash)}: {record.message}")
+                              f"{self._describe(prompt_hash)}: {record.message}", prompt_hash)
         return record
 
-    def _death(self, message: str) -> BaseException:
-        """The error that ends the run; requests in flight that find out later are merely cancelled."""
-        first, self._dead = not self._dead, True
-        return ServerDied(message) if first else asyncio.CancelledError()
+    def _describe(self, prompt_hash: str) -> str:
+        item = (self.known or {}).get(prompt_hash)
+        return f"{item.id} ({item.prompt_tokens} tokens)" if item else f"prompt {prompt_hash[:12]}"
+
+    def _death(self, message: str, prompt_hash: str) -> BaseException:
+        """The error that ends the run; requests in flight that find out later are merely cancelled.
+
+        Any of the requests in flight may have killed the server; the longest is named.
+        """
+        if self._dead:
+            return asyncio.CancelledError()
+        self._dead = True
+        suspects = sorted(self._suspects or {prompt_hash}, key=lambda one: (-self._tokens(one), one))
+        return ServerDied(f"{message}; {len(suspects)} requests were in flight, the longest {self._describe(suspects[0])}", suspects)
+
+    def _tokens(self, prompt_hash: str) -> int:
+        item = (self.known or {}).get(prompt_hash)
+        return item.prompt_tokens if item else 0
 
     async def _attempts(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
                         sent_tokens: int | None) -> Record:
@@ -73,6 +93,7 @@ class Transport:
             try:
                 async with asyncio.timeout(self.deadline_s):
                     status, body = await _post(session, url, headers, payload)
+                self._suspects.clear()
                 if status == 200:
                     return _record(prompt_hash, body, sent_tokens, time.monotonic() - start, attempt)
                 problem = f"HTTP {status}: {body[:300].decode(errors='replace')}"
@@ -83,13 +104,14 @@ class Transport:
                 return failed(prompt_hash, "stuck", problem, time.monotonic() - start, attempt)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
                 problem = f"{type(error).__name__}: {error}"
+                self._suspects = self._suspects or set(self._in_flight)
             except (ValueError, KeyError, IndexError, TypeError) as error:
                 problem = f"not an OpenAI completion: {type(error).__name__}: {error}"
                 return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
             if attempt <= self.retries:
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_LIMIT_S))
         if not await asyncio.to_thread(alive, self.base_url):
-            raise self._death(f"{self.base_url}: died while answering {self.describe(prompt_hash)} ({problem})")
+            raise self._death(f"{self.base_url}: died ({problem})", prompt_hash)
         return failed(prompt_hash, "error", problem, time.monotonic() - start, self.retries + 1)
 
 

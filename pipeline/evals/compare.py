@@ -16,6 +16,7 @@ from pipeline.evals.runs import Run, load_run
 from pipeline.evals.settings import GateSettings, parse_gates
 from pipeline.stats import paired, power
 from pipeline.stats.multiplicity import holm
+from pipeline.stats.noise import noise_floor
 
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
@@ -48,6 +49,16 @@ def compare(native_samples: Path | str | Run, variant_samples: Path | str | Run,
         "all_items": _counts(pairs), "gateable_families": families, "excluded_cells": excluded,
         "fidelity": fidelity, "alarms": _alarms(fidelity, cells, gates),
     }
+
+
+def noise(first_samples: Path | str | Run, second_samples: Path | str | Run, gates: GateSettings | dict) -> dict[str, Any]:
+    """An A/A run: native twice over the same prompts, e.g. at another concurrency.  ``floor`` goes to ``gates.noise_floor``."""
+    gates, first, second = parse_gates(gates), load_run(first_samples), load_run(second_samples)
+    if (problem := _unlike(first, second, gates)) is not None:
+        return {"status": problem[0], "reason": problem[1], "floor": None}
+    others = second.by_hash
+    floor = noise_floor([right(row) for row in first.rows], [right(others[row["prompt_hash"]]) for row in first.rows], gates.alpha)
+    return {"status": "valid", "reason": None} | floor
 
 
 def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] | None:

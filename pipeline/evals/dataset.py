@@ -28,6 +28,7 @@ GENERATOR_VERSION = 1
 ITEMS, META = "items.jsonl", "meta.json"
 BUDGET_STEP = 8  # budgets are rounded up to this, so that lm-eval batches items of different families together
 NATURAL_SLACK = 1.5
+FIRST_UNITS = 8  # filler units of the first trial, from which tokens per unit are estimated
 BLANK_LINE = ("\n\n",)  # a base model goes on after its answer; a chat model ends by itself, and may begin with a courtesy
 
 
@@ -176,25 +177,16 @@ def _fit(tokenizer: ServedTokenizer, language: Lexicon | Natural, draft: Draft, 
     if base > length * (1 + tolerance):
         raise Refused(f"{name}: takes {base} tokens without any filler, {length} were asked; raise the length, or for "
                       "ordered_recall lower eval.recall_items")
-    best, per_unit, count = (empty, base), 1.0, 0
-    low = 0  # the largest count seen that does not exceed the length
-    for _ in range(24):
-        if best[1] == length:
-            break
-        step = int((length - best[1]) / per_unit) if count == low else 0
-        trial = max(low + 1, count + step) if best[1] < length else count
+    best, low, high, trial = (empty, base), 0, None, FIRST_UNITS
+    while best[1] < length and (high is None or high - low > 1):
         text, tokens = build(trial)
-        per_unit = max((tokens - base) / trial, 1e-3)
         if tokens <= length:
-            low, count, best = trial, trial, (text, tokens)
-            continue
-        # Overshot: step back by what is too much, never below the last count that fitted.
-        back = max(low, trial - max(1, round((tokens - length) / per_unit)))
-        if back == low:
-            break
-        text, tokens = build(back)
-        if tokens <= length:
-            low, count, best = back, back, (text, tokens)
+            low, best = trial, (text, tokens)
+        else:
+            high = trial
+        # Next by tokens per unit so far, inside the bracket: two or three trials where units are alike.
+        guess = trial + round((length - tokens) * trial / max(tokens - base, 1))
+        trial = max(low + 1, guess if high is None else min(guess, high - 1))
     reached = best[1]
     for tail in language.shorter(next(source)):
         text, tokens = build(low, tail)

@@ -7,16 +7,20 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from pipeline.errors import Refused
+from pipeline.errors import EXIT_INVALID, Refused
 
 
 class ServerDied(Refused):
-    """The server is gone.  ``result`` is the run's JSON so far (status ``invalid``), when there is one."""
+    """The server is gone.  ``result`` is the run's JSON so far (status ``invalid``), when there is one.
 
-    exit_code = 5
+    ``in_flight`` are the prompts it was answering, longest first: a server that dies at a length is a finding.
+    """
 
-    def __init__(self, message: str) -> None:
+    exit_code = EXIT_INVALID
+
+    def __init__(self, message: str, in_flight: list[str] | None = None) -> None:
         super().__init__(message)
+        self.in_flight = in_flight or []
         self.result: dict[str, Any] | None = None
 
 

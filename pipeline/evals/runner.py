@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -63,7 +64,8 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: 
         except ServerDied as death:
             done = [item for item in items if _answered(journal, item)]
             death.result = _result(settings, meta, items, done, journal, conditions, time.monotonic() - start) | {
-                "status": "invalid", "reason": f"{death} ({len(done)} of {len(items)} items answered)"}
+                "status": "invalid", "reason": f"{death} ({len(done)} of {len(items)} items answered)",
+                "server_died_at_length": max((item.length for item in items if item.prompt_hash in death.in_flight), default=None)}
             write_json(out_dir / RESULT, death.result)
             raise
         result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
@@ -149,11 +151,12 @@ def _ask_all(url: str, model: str, tokenizer_dir: Path | str, settings: EvalSett
     from pipeline.evals.tasks import build
 
     by_hash = {item.prompt_hash: item for item in items}
+    for name in ("lm_eval.api.task", "transformers.configuration_utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # remarks on custom data sets and model types, once a task
     transport = Transport(
         base_url=url, journal=journal, deadline_s=settings.deadline_s, retries=settings.retries,
-        failures_in_a_row=settings.failures_in_a_row, concurrency=settings.concurrency, known=by_hash,
-        describe=lambda prompt_hash: f"{by_hash[prompt_hash].id} ({by_hash[prompt_hash].prompt_tokens} tokens)",
-    )
+        failures_in_a_row=settings.failures_in_a_row, concurrency=settings.concurrency,
+        thinking=settings.thinking == "always", known=by_hash)
     if settings.endpoint == "chat":
         client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     else:

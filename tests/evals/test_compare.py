@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pipeline.errors import Unreadable
-from pipeline.evals.compare import compare
+from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run, load_run
 from pipeline.evals.settings import GateSettings
 
@@ -164,6 +164,14 @@ def test_alarms_never_decide():
     floor = compare(run(), run(), GateSettings(noise_floor=0.06, bootstrap_resamples=500))
     assert floor["overall"]["below_noise_floor"] and "noise floor of 0.060" in floor["alarms"][0]
     assert floor["verdict"] == "pass"
+
+
+def test_the_noise_floor_is_that_of_the_baseline_against_itself():
+    first, second = run(noisy(0.98, 1)), run(noisy(0.98, 2))
+    floor = noise(first, second, GATES)
+    assert floor["status"] == "valid" and 0.02 < floor["flip_rate"] < 0.06
+    assert abs(floor["difference"]) < floor["floor"] < 0.05
+    assert noise(first, run(dataset_key="other"), GATES)["status"] == "not_comparable"
 
 
 def test_samples_that_cannot_be_read_name_the_line(tmp_path):

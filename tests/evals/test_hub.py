@@ -54,7 +54,7 @@ def run(tmp_path, name, answer, behaviour=None, **changes):
 
 
 def test_the_shipped_choices_are_valid_and_know_their_benchmarks():
-    for name in ("quick", "full", "hub"):
+    for name in ("quick", "full", "long", "hub"):
         parsed = settings_module.parse(yaml.safe_load((CONF / f"{name}.yaml").read_text()))
         assert parsed.name == name
     for name in HUB["hub"]["tasks"]:

@@ -139,12 +139,13 @@ def test_a_dead_server_stops_the_run_and_the_next_run_continues(tmp_path):
     items = make(tmp_path / "data", raw)
     arguments = dict(conditions={"checkpoint": "abc"}, journal_dir=tmp_path / "journal")
     with MockServer(Behaviour(tokenizer=str(TOKENIZER), die_after=12), answer=Answers(items)) as server:
-        with pytest.raises(ServerDied, match=r"died while answering (single|multi_key)-\S+ \(384 tokens\)") as death:
+        with pytest.raises(ServerDied, match=r"died .*requests were in flight, the longest (single|multi_key)-\S+ \(384 tokens\)") as death:
             runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out", **arguments)
     done = death.value.result["items_answered"]
     assert 0 < done <= 11 and death.value.exit_code == 5
     written = json.loads((tmp_path / "out/accuracy.json").read_text())
     assert written["status"] == "invalid" and f"{done} of 30 items answered" in written["reason"]
+    assert written["server_died_at_length"] == 384
     result, _, state = run(tmp_path, raw, **arguments)
     assert result["requests_resumed"] == done and result["status"] == "valid" and result["accuracy"] == 1.0
     assert len(state.requests) == 1 + 30 - done
@@ -213,3 +214,22 @@ def test_natural_language_through_the_runner(tmp_path):
     raw = settings(items={"single": 4, "qa": 4, "multi_value": 4}, languages=["en", "zh"], lengths=[1024], depths=[0.2, 0.8])
     result, rows, _ = run(tmp_path, raw, rule=lambda item: f"It is {', '.join(reversed(item.targets))}, of course.")
     assert result["accuracy"] == 1.0 and result["by_language"]["zh"]["n"] == 6
+
+
+def test_a_model_that_thinks_gets_no_stop_string_and_a_budget(tmp_path):
+    """The template opened the tag, so only its end shows; one answer in six is cut while still thinking."""
+    raw = settings(endpoint="chat", thinking="always", thinking_budget_tokens=200, stop=False, lengths=[768], recall_items=8,
+                   items={"single": 3, "multi_key": 3}, thresholds={"unfinished": 0.2})
+    items = make(tmp_path / "data", raw)
+
+    def think(item):
+        if item is items[0]:
+            return f"perhaps {right(item)} " + "or not " * 2 + " ".join(f"w{i}" for i in range(400))
+        return f"hm ; [ ] </think>{right(item)}"
+
+    with MockServer(Behaviour(tokenizer=str(TOKENIZER)), answer=Answers(items, think)) as server:
+        result = runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out")
+        assert all(request["stop"] == [] and request["max_tokens"] == 208 for request in server.state.requests)
+    assert result["outcomes"]["unfinished"] == 1 and result["outcomes"]["correct"] == 5 and result["status"] == "valid"
+    assert result["accuracy_unscored_wrong"] == pytest.approx(5 / 6) and result["accuracy_unscored_left_out"] == 1.0
+    assert [row["score"] for row in samples(tmp_path / "out") if row["outcome"] == "unfinished"] == [0.0]
