@@ -71,3 +71,16 @@ def check(directory: Path | str, manifest: dict[str, Any]) -> list[Finding]:
             message = f"sha256 {digest}, the manifest says {wanted[name]['sha256']}"
             found.append(Finding("manifest-hash", name, "", message, again))
     return found
+
+
+def same_file(left: Path, right: Path) -> bool:
+    """Whether two files hold the same bytes (without reading where they are one file)."""
+    if left.samefile(right):
+        return True
+    if left.stat().st_size != right.stat().st_size:
+        return False
+    with open(left, "rb") as one, open(right, "rb") as other:
+        while chunk := one.read(1 << 22):
+            if chunk != other.read(1 << 22):
+                return False
+    return True

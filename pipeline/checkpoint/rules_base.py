@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pipeline.checkpoint.declared import CONFIG_KEYS
 from pipeline.checkpoint.finding import Finding
 from pipeline.checkpoint.headers import Tensor
+from pipeline.checkpoint.manifest import same_file
 from pipeline.checkpoint.reading import CONFIG, Checkpoint
 from pipeline.checkpoint.rules_content import AGAIN, PROVENANCE, chunks_of
-from pipeline.checkpoint.rules_files import same_file
 from pipeline.checkpoint.table import Table, is_packed
 
 

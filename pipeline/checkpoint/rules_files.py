@@ -6,7 +6,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 from pipeline.checkpoint.finding import WARNING, Finding
 from pipeline.checkpoint.layout import F32_TENSORS, expert_of, layer_of
@@ -190,16 +189,3 @@ def auxiliary(checkpoint: Checkpoint) -> Iterator[Finding]:
             "copy it from the source checkpoint",
             WARNING,
         )
-
-
-def same_file(left: Path, right: Path) -> bool:
-    """Whether two files hold the same bytes (without reading where they are one file)."""
-    if left.samefile(right):
-        return True
-    if left.stat().st_size != right.stat().st_size:
-        return False
-    with open(left, "rb") as one, open(right, "rb") as other:
-        while chunk := one.read(1 << 22):
-            if chunk != other.read(1 << 22):
-                return False
-    return True

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline import files
 from pipeline.checkpoint import manifest
+from pipeline.checkpoint.manifest import same_file
 from pipeline.checkpoint.reading import CONFIG, MANIFEST
-from pipeline.checkpoint.rules_files import same_file
 from pipeline.errors import Unreadable
 from pipeline.quant.config import PROVENANCE
 from pipeline.quant.damage import Damage

@@ -38,7 +38,8 @@ NATIVE_CONFIG = {
             "input_activations": None, "output_activations": None,
             "weights": {
                 "num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "symmetric": True,
-                "dynamic": False, "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {}, "actorder": None,
+                "dynamic": False, "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {},
+                "actorder": None,
                 "block_structure": None, "zp_dtype": None,
             },
         }
@@ -46,7 +47,8 @@ NATIVE_CONFIG = {
 }  # fmt: skip
 COMPLETE_IGNORE = [
     "re:.*lm_head$", "re:.*embed_tokens$", "re:.*vision_tower.*", "re:.*mm_projector.*", "re:.*_res_proj$",
-    r"re:.*\.gate$", "re:.*conv1d$", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
+    r"re:.*\.gate$", "re:.*conv1d$", "re:.*self_attn.*", "re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj$",
     r"re:.*routed_expert_(down|up)_proj$",
 ]  # fmt: skip
 

@@ -52,7 +52,8 @@ def test_scopes_of_k3(k3):
     kinds = {modules[name].kind for name in dense}
     assert kinds == {
         "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-        "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj", "block_sparse_moe.shared_experts.down_proj",
+        "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj",
+        "block_sparse_moe.shared_experts.down_proj",
     }  # fmt: skip
     _, both = selected(k3, Recipe("fp8_block", "dense_too"))
     assert both == experts | dense
