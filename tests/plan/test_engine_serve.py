@@ -13,16 +13,17 @@ from pipeline.plan.predict import compare, predicted
 from pipeline.plan.request import Overrides
 from tests.plan.record import config_of, measure
 
-CASES = [
-    ("k3", "native", "fp8", 2, 16, 2048, {"max_model_len": 4096}),
-    ("gqa", "native", "fp8", 1, 8, 1024, {"block_size": 64}),
+ENGINES = [
+    ("k3", "native", "fp8", 2, 16, [2048], {"max_model_len": 4096}),
+    ("gqa", "native", "fp8", 1, 8, [1024], {"block_size": 64}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["k3-tp2", "gqa"])
-def test_prediction_holds_on_a_running_engine(case):
-    model, quant, kv, ranks, sequences, tokens, options = case
-    reports = measure(sys.executable, *case)
+@pytest.mark.parametrize("engine", ENGINES, ids=["k3-tp2", "gqa"])
+def test_prediction_holds_on_a_running_engine(engine):
+    model, quant, kv, ranks, sequences, (tokens,), options = engine
+    (record,) = measure(sys.executable, [engine])
+    reports = record["reports"]
     overrides = Overrides(
         kv_cache_memory_bytes=64 << 20,
         tensor_parallel=ranks,
