@@ -1,10 +1,13 @@
 """Did quantization do harm?  One variant against native, answer by answer, at a margin and with an honest confidence.
 
-A cell (all items, one length, the long outputs) **passes** when the lower one-sided bound of the accuracy difference is above
+A cell (all items, one length, long outputs, late values of long lists) **passes** when the lower one-sided bound of the accuracy difference is above
 minus its margin, **fails** when the upper one is below it, and is **inconclusive** otherwise.  Bounds are the more cautious of
 Tango's score interval and the clustered bootstrap.  To pass, *every* cell must pass: an intersection-union test, which needs
 no correction.  To fail, *one* cell is enough, so those p-values are Holm-adjusted.  Cells of (family, length) in which native
 itself is below ``native_floor`` cannot show harm; they are left out and listed.
+
+A long list is also judged value by value: its values from place ``long_output_tokens`` on, lists resampled whole, form the cell
+``late_values``.  It shows damage that grows with the answer even where hardly a list is right from end to end.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.evals.outcomes import SCORED
 from pipeline.evals.runs import Run, load_run
 from pipeline.evals.settings import GateSettings, parse_gates
 from pipeline.stats import paired, power
 from pipeline.stats.multiplicity import holm
 from pipeline.stats.noise import noise_floor
 
+LENGTH = "length "
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
 
@@ -37,16 +42,16 @@ def compare(native_samples: Path | str | Run, variant_samples: Path | str | Run,
     others = variant.by_hash
     pairs = [(row, others[row["prompt_hash"]]) for row in native.rows]
     gateable, excluded = _gateable(pairs, gates)
-    cells = _cells(gateable, gates)
-    families = sorted({before["family"] for before, _ in gateable})
+    cells = _cells(gateable, pairs, gates)
+    families = sorted({before["family"] for before, _ in gateable} | set(_late_families(cells)))
     verdict, reason = _verdict(cells, families, gates)
-    long_output = cells.pop("long_output", None)
     return {
-        "status": "valid", "verdict": verdict, "reason": reason, "overall": cells.pop("overall", None),
-        "by_length": {name.removeprefix("length "): cell for name, cell in cells.items()}, "long_output": long_output,
-        "by_family": {family: _counts([pair for pair in pairs if pair[0]["family"] == family])
+        "status": "valid", "verdict": verdict, "reason": reason, "overall": cells.get("overall"),
+        "by_length": {name.removeprefix(LENGTH): cell for name, cell in cells.items() if name.startswith(LENGTH)},
+        "long_output": cells.get("long_output"), "late_values": cells.get("late_values"),
+        "by_family": {family: _counts(*_answers([pair for pair in pairs if pair[0]["family"] == family]))
                       for family in sorted({before["family"] for before, _ in pairs})},
-        "all_items": _counts(pairs), "gateable_families": families, "excluded_cells": excluded,
+        "all_items": _counts(*_answers(pairs)), "gateable_families": families, "excluded_cells": excluded,
         "fidelity": fidelity, "alarms": _alarms(fidelity, cells, gates),
     }
 
@@ -102,19 +107,22 @@ def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[
     return kept, excluded
 
 
-def _cells(pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
-    """Every gated cell with its verdict: ``overall``, ``length N`` ..., ``long_output``."""
-    groups = {f"length {length}": [pair for pair in pairs if pair[0]["length"] == length]
-              for length in sorted({before["length"] for before, _ in pairs})}
-    long_output = [pair for pair in pairs if (pair[0]["generated_tokens"] or 0) >= gates.long_output_tokens]
+def _cells(gateable: list[Pair], pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
+    """Every gated cell with its verdict: ``length N`` ..., ``long_output``, ``late_values``, ``overall``."""
+    cells = {f"{LENGTH}{length}": _cell(*_answers([pair for pair in gateable if pair[0]["length"] == length]),
+                                        gates.length_margin, gates)
+             for length in sorted({before["length"] for before, _ in gateable})}
+    long_output = [pair for pair in gateable if (pair[0]["generated_tokens"] or 0) >= gates.long_output_tokens]
     if long_output:
-        groups["long_output"] = long_output
-    cells = {name: _cell(group, gates.length_margin, gates) for name, group in groups.items()}
+        cells["long_output"] = _cell(*_answers(long_output), gates.length_margin, gates)
+    if (late := _late_values(pairs, gates)) is not None:
+        cells["late_values"] = _cell(*late[:3], gates.length_margin, gates) | {"families": late[3]}
     for key in ("inferiority_p", "mcnemar_p"):
-        for cell, adjusted in zip(cells.values(), holm([cell[key] for cell in cells.values()]), strict=True):
+        tested = [cell for cell in cells.values() if cell[key] is not None]
+        for cell, adjusted in zip(tested, holm([cell[key] for cell in tested]), strict=True):
             cell[f"{key}_holm"] = adjusted
-    if pairs:
-        overall = _cell(pairs, gates.accuracy_margin, gates)
+    if gateable:
+        overall = _cell(*_answers(gateable), gates.accuracy_margin, gates)
         # The primary question stands alone: it is not adjusted.
         cells["overall"] = overall | {"inferiority_p_holm": overall["inferiority_p"], "mcnemar_p_holm": overall["mcnemar_p"]}
     for cell in cells.values():
@@ -122,35 +130,67 @@ def _cells(pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
     return cells
 
 
-def _cell(pairs: list[Pair], margin: float, gates: GateSettings) -> dict[str, Any]:
+def _answers(pairs: list[Pair]) -> tuple[list[bool], list[bool], list[str]]:
+    """(native right, variant right, cluster) of each item."""
+    return [right(a) for a, _ in pairs], [right(b) for _, b in pairs], [a["cluster"] for a, _ in pairs]
+
+
+def _late_values(pairs: list[Pair], gates: GateSettings) -> tuple[list[bool], list[bool], list[str], list[str]] | None:
+    """The same for each value of long answers from place ``long_output_tokens`` on, with the families they are of.
+
+    Only families in which native finds at least ``native_floor`` of those values; ``None`` when there is none.
+    """
+    before, after, clusters, families = [], [], [], []
+    for family in sorted({a["family"] for a, _ in pairs}):
+        rows = [(a, b) for a, b in pairs if a["family"] == family and len(a["hits"]) > gates.long_output_tokens]
+        late = [(hit, other, a["cluster"]) for a, b in rows
+                for hit, other in zip(_hits(a)[gates.long_output_tokens:], _hits(b)[gates.long_output_tokens:], strict=True)]
+        if late and sum(hit for hit, _, _ in late) >= gates.native_floor * len(late):
+            families.append(family)
+            before += [hit for hit, _, _ in late]
+            after += [other for _, other, _ in late]
+            clusters += [cluster for _, _, cluster in late]
+    return (before, after, clusters, families) if families else None
+
+
+def _hits(row: Row) -> list[bool]:
+    """Values found; none in an answer that could not be scored."""
+    return [bool(hit) and row["outcome"] in SCORED for hit in row["hits"]]
+
+
+def _late_families(cells: dict[str, dict[str, Any]]) -> list[str]:
+    return cells["late_values"]["families"] if "late_values" in cells else []
+
+
+def _cell(before: list[bool], after: list[bool], clusters: list[str], margin: float, gates: GateSettings) -> dict[str, Any]:
     """Counts, bounds, p-values and what this many pairs can support."""
-    before, after = [right(a) for a, _ in pairs], [right(b) for _, b in pairs]
-    clusters = [a["cluster"] for a, _ in pairs]
     flips = paired.Flips.of(before, after)
     effect, effective_n = paired.effective_flips(before, after, clusters)
     tango = paired.tango_clustered(before, after, clusters, gates.alpha)
     resampled = paired.bootstrap_interval([b - a for a, b in zip(before, after, strict=True)], clusters, gates.alpha,
                                           resamples=gates.bootstrap_resamples, seed=gates.seed)
-    lower, upper = min(tango[0], resampled[0]), max(tango[1], resampled[1])
     supported = power.smallest_margin(effective_n, flips.discordance, gates.alpha, gates.power)
-    scaled = paired.scaled(flips, effect)
-    return _counts(pairs) | {
-        "margin": margin, "lower": lower, "upper": upper, "confidence": 1 - gates.alpha,
-        "tango": list(tango), "bootstrap": list(resampled), "effective_n": effective_n,
-        "noninferiority_p": paired.noninferiority_p(scaled, margin), "inferiority_p": paired.inferiority_p(scaled, margin),
+    scaled, freedom = paired.scaled(flips, effect), paired.cluster_freedom(clusters)
+    return _counts(before, after, clusters) | {
+        "margin": margin, "lower": min(tango[0], resampled[0]), "upper": max(tango[1], resampled[1]),
+        "confidence": 1 - gates.alpha, "tango": list(tango), "bootstrap": list(resampled),
+        "clusters": len(set(clusters)), "effective_n": effective_n,
+        "noninferiority_p": paired.noninferiority_p(scaled, margin, freedom),
+        "inferiority_p": paired.inferiority_p(scaled, margin, freedom),
         "smallest_margin": supported, "margin_supported": supported <= margin,
         "n_needed": round(effect * power.pairs_for_margin(margin, flips.discordance, gates.alpha, gates.power)),
         "below_noise_floor": None if gates.noise_floor is None else margin < gates.noise_floor,
     }
 
 
-def _counts(pairs: list[Pair]) -> dict[str, Any]:
-    """Accuracies, flips both ways and McNemar's p."""
-    flips = paired.Flips.of([right(a) for a, _ in pairs], [right(b) for _, b in pairs])
+def _counts(before: list[bool], after: list[bool], clusters: list[str]) -> dict[str, Any]:
+    """Accuracies, flips both ways and McNemar's p, which knows no clusters and is ``None`` where there are some."""
+    flips = paired.Flips.of(before, after)
     return {
         "n": flips.n, "native": (flips.both_right + flips.lost) / flips.n, "variant": (flips.both_right + flips.won) / flips.n,
         "difference": flips.difference, "right_to_wrong": flips.lost, "wrong_to_right": flips.won,
-        "flip_rate": flips.discordance, "recovery": flips.recovery, "mcnemar_p": paired.mcnemar_exact(flips),
+        "flip_rate": flips.discordance, "recovery": flips.recovery,
+        "mcnemar_p": paired.mcnemar_exact(flips) if len(set(clusters)) == flips.n else None,
     }
 
 

@@ -96,14 +96,21 @@ def tango_interval(flips: Flips, alpha: float) -> tuple[float, float]:
     return lower, upper
 
 
-def noninferiority_p(flips: Flips, margin: float) -> float:
-    """One-sided score p of H0: the loss is ``margin`` or more.  Small: the loss is smaller than the margin."""
-    return float(scipy_stats.norm.sf(score_statistic(flips.lost, flips.won, flips.n, -margin)))
+def noninferiority_p(flips: Flips, margin: float, freedom: int | None = None) -> float:
+    """One-sided score p of H0: the loss is ``margin`` or more.  Small: the loss is smaller than the margin.
+
+    ``freedom``: clusters - 1 where a design effect was estimated (Student's t), ``None`` for independent pairs.
+    """
+    return _tail(score_statistic(flips.lost, flips.won, flips.n, -margin), freedom)
 
 
-def inferiority_p(flips: Flips, margin: float) -> float:
+def inferiority_p(flips: Flips, margin: float, freedom: int | None = None) -> float:
     """One-sided score p of H0: the loss is ``margin`` or less.  Small: the loss is larger than the margin."""
-    return float(scipy_stats.norm.cdf(score_statistic(flips.lost, flips.won, flips.n, -margin)))
+    return _tail(-score_statistic(flips.lost, flips.won, flips.n, -margin), freedom)
+
+
+def _tail(z: np.ndarray, freedom: int | None) -> float:
+    return float(scipy_stats.norm.sf(z) if freedom is None else scipy_stats.t.sf(z, freedom))
 
 
 def bootstrap_interval(differences: Sequence[float], clusters: Sequence[str], alpha: float, *, resamples: int = 10_000,
@@ -152,8 +159,14 @@ def tango_clustered(before: Sequence[bool], after: Sequence[bool], clusters: Seq
 
 def cluster_alpha(clusters: Sequence[str], alpha: float) -> float:
     """The normal tail to use at level ``alpha`` when the design effect itself was estimated: Student's t, clusters - 1."""
-    count, n = len(set(clusters)), len(clusters)
-    return alpha if count in (1, n) else float(scipy_stats.norm.sf(scipy_stats.t.isf(alpha, count - 1)))
+    freedom = cluster_freedom(clusters)
+    return alpha if freedom is None else float(scipy_stats.norm.sf(scipy_stats.t.isf(alpha, freedom)))
+
+
+def cluster_freedom(clusters: Sequence[str]) -> int | None:
+    """Clusters - 1; ``None`` when every pair is a cluster of its own.  One cluster has none to speak of and counts as 1."""
+    count = len(set(clusters))
+    return None if count == len(clusters) else max(1, count - 1)
 
 
 def scaled(flips: Flips, effect: float) -> Flips:

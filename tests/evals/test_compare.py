@@ -102,6 +102,40 @@ def test_cells_where_native_is_weak_are_not_gateable_and_never_pass_vacuously():
     assert nothing["verdict"] == "not_gateable" and nothing["overall"] is None
 
 
+def lists(rule, per_cell: int = 20) -> Run:
+    """As :func:`run`, but ordered recall has 64 values of which ``rule(place)`` are found, and is right from 58 on."""
+    rows = []
+    for row in run(per_cell=per_cell).rows:
+        if row["family"] == "ordered_recall":
+            number = int(row["id"].rsplit("-")[-1])
+            hits = [int(rule(place, number)) for place in range(64)]
+            row = row | {"hits": hits, "outcome": "correct" if sum(hits) >= 58 else "incorrect"}
+        rows.append(row)
+    return Run(HEADER, tuple(rows))
+
+
+def test_late_values_of_lists_show_rot_even_where_no_list_is_ever_right():
+    """Native gets 45 of 64 values of each list: not one list is right, and still losing the last quarter must show."""
+    def native(place, number):
+        return place % 10 < 7
+
+    same = compare(lists(native), lists(native), GATES)
+    assert same["verdict"] == "pass" and "ordered_recall" in same["gateable_families"]
+    assert same["long_output"] is None and same["late_values"]["native"] == pytest.approx(0.7, abs=0.02)
+    assert same["late_values"]["clusters"] == 80 and same["late_values"]["mcnemar_p"] is None
+    rotten = compare(lists(native), lists(lambda place, number: native(place, number) and place < 48), GATES)
+    assert rotten["verdict"] == "fail" and rotten["reason"].startswith("late_values") and rotten["overall"]["verdict"] == "pass"
+
+
+def test_a_dozen_lists_decide_little_about_late_values():
+    def whole(place, number):
+        return True
+
+    few = compare(lists(whole, 3), lists(lambda place, number: number or place < 32, 3), GATES)["late_values"]
+    assert few["n"] == 12 * 32 and few["clusters"] == 12 and few["effective_n"] < 20
+    assert not few["margin_supported"]
+
+
 def test_without_long_outputs_nothing_passes():
     def no_recall(f, n, i):
         return f != "ordered_recall"

@@ -8,8 +8,8 @@ from statsmodels.stats.proportion import proportions_ztest
 from pipeline.stats.multiplicity import holm
 from pipeline.stats.noise import noise_floor
 from pipeline.stats.paired import (
-    Flips, bootstrap_interval, cluster_alpha, effective_flips, inferiority_p, mcnemar_exact, no_flip_bound,
-    noninferiority_p, score_statistic, tango_clustered, tango_interval,
+    Flips, bootstrap_interval, cluster_alpha, cluster_freedom, effective_flips, inferiority_p, mcnemar_exact, no_flip_bound,
+    noninferiority_p, scaled, score_statistic, tango_clustered, tango_interval,
 )
 
 # Fagerland, Lydersen, Laake: Recommended tests and confidence intervals for paired binomial proportions, Statistics in
@@ -148,6 +148,8 @@ def test_errors_that_come_in_clusters_count_as_fewer():
     assert effect == pytest.approx(10.5, abs=0.6) and n == pytest.approx(200 / effect)
     independent = tango_interval(Flips.of(before, after), 0.05)[0]
     assert tango_clustered(before, after, clusters, 0.05)[0] < independent - 0.08
+    scaled_pairs, bound = scaled(Flips.of(before, after), effect), tango_clustered(before, after, clusters, 0.05)[0]
+    assert noninferiority_p(scaled_pairs, -bound, cluster_freedom(clusters)) == pytest.approx(0.05, abs=1e-6)
     # No flip at all in 20 documents proves no more than 20 answers would.
     assert tango_clustered(before, before, clusters, 0.05)[0] == pytest.approx(-no_flip_bound(20, cluster_alpha(clusters, 0.05)))
 
