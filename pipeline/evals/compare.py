@@ -226,11 +226,12 @@ def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], g
     """What a person should look at; no verdict."""
     alarms = []
     if fidelity and fidelity.get("status") == "valid":
-        kl, top1 = fidelity["kl_mean"], fidelity["top1_agreement"]
+        kl, top1 = fidelity["kl_mean"], fidelity["top1_decided"]
         if gates.kl_alarm is not None and kl > gates.kl_alarm:
             alarms.append(f"mean KL divergence from native is {kl:.4f} nats a token (alarm above {gates.kl_alarm})")
-        if gates.top1_alarm is not None and top1 < gates.top1_alarm:
-            alarms.append(f"the likeliest token is native's in {top1:.1%} of places (alarm below {gates.top1_alarm:.0%})")
+        if gates.top1_alarm is not None and top1 is not None and top1 < gates.top1_alarm:
+            alarms.append(f"the first choice is native's in {top1:.1%} of the places where native is decided "
+                          f"(alarm below {gates.top1_alarm:.0%})")
     if gates.noise_floor is not None:
         low = [name for name, cell in cells.items() if cell["below_noise_floor"]]
         if low or gates.accuracy_margin < gates.noise_floor:

@@ -28,6 +28,7 @@ from pipeline.files import atomic_open
 
 FILE = "logprobs.jsonl.gz"
 DECIMALS = 5
+DECIDED = math.log(0.5)
 LEAST_MASS = 1e-6  # below what the rounding of the record leaves
 
 
@@ -116,6 +117,8 @@ def compare_logprobs(native_path: Path | str, variant_path: Path | str, buckets:
                      ) -> dict[str, Any]:
     """KL(native || variant) in nats a token, top-1 agreement and both perplexities: in all, by position, on answers alone.
 
+    Where native itself wavers between tokens (random filler), a different first choice means nothing, so agreement is also told
+    for the places where native gives its first choice at least half (``top1_decided``).
     ``kl_stderr`` treats prompts, not tokens, as independent.  Files of different data sets, prompts or k are
     ``not_comparable``.
     """
@@ -143,7 +146,8 @@ def compare_logprobs(native_path: Path | str, variant_path: Path | str, buckets:
     total = _mean(everything)
     return {
         "status": "valid", "reason": None, "k": native["k"], "prompts": len(ours), "positions": total["n"],
-        "kl_mean": total["kl"], "kl_stderr": spread, "top1_agreement": total["top1"],
+        "kl_mean": total["kl"], "kl_stderr": spread, "top1_agreement": total["top1"], "top1_decided": total["top1_decided"],
+        "decided_share": total["decided_share"],
         "perplexity_native": total["perplexity_native"], "perplexity_variant": total["perplexity_variant"],
         "tail_mass_mean": sum(place[5] for place in everything) / len(everything),
         "answers": _mean(answers) if answers else None,
@@ -155,12 +159,14 @@ def _unlike(reason: str) -> dict[str, Any]:
     return {"status": "not_comparable", "reason": f"log-probabilities: {reason}"}
 
 
-def _places(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[int, float, bool, float, float, float]]:
-    """(position, KL, same top token, native logprob, variant logprob, native's mass in the joint bucket) of each place."""
+def _places(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[int, float, bool, float, float, float, bool]]:
+    """Of each place: position, KL, same first choice, native's and the variant's log-probability of the token, native's mass in
+    the joint bucket, native decided."""
     for at in range(1, len(row["ids"])):
         p, q = (dict(zip(*side["top"][at], strict=True)) for side in (row, other))
         divergence, tail = bucketed_kl(p, q)
-        yield at, divergence, row["top"][at][0][0] == other["top"][at][0][0], row["logprobs"][at], other["logprobs"][at], tail
+        first, decided = row["top"][at][0][0], row["top"][at][1][0] >= DECIDED
+        yield at, divergence, first == other["top"][at][0][0], row["logprobs"][at], other["logprobs"][at], tail, decided
 
 
 def bucketed_kl(p: dict[int, float], q: dict[int, float]) -> tuple[float, float]:
@@ -175,8 +181,10 @@ def bucketed_kl(p: dict[int, float], q: dict[int, float]) -> tuple[float, float]
 
 
 def _mean(places: list[tuple]) -> dict[str, Any]:
-    n = len(places)
+    n, decided = len(places), [place for place in places if place[6]]
     return {"n": n, "kl": sum(place[1] for place in places) / n, "top1": sum(place[2] for place in places) / n,
+            "top1_decided": sum(place[2] for place in decided) / len(decided) if decided else None,
+            "decided_share": len(decided) / n,
             "perplexity_native": math.exp(-sum(place[3] for place in places) / n),
             "perplexity_variant": math.exp(-sum(place[4] for place in places) / n)}
 

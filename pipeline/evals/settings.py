@@ -149,7 +149,7 @@ class GateSettings(Strict):
     kl_alarm: float | None = Field(0.1, gt=0)
     """Mean KL divergence (nats a token) from native that raises an alarm; never a verdict by itself."""
     top1_alarm: Fraction | None = 0.90
-    """Top-1 agreement with native below this raises an alarm."""
+    """Top-1 agreement below this, where native gives its first choice at least half, raises an alarm."""
 
 
 def parse(raw: Any) -> EvalSettings:

@@ -192,7 +192,7 @@ def test_questions_about_one_document_count_as_one():
 
 
 def test_alarms_never_decide():
-    alarming = {"status": "valid", "kl_mean": 0.5, "top1_agreement": 0.7}
+    alarming = {"status": "valid", "kl_mean": 0.5, "top1_agreement": 0.95, "top1_decided": 0.7}
     result = compare(run(), run(), GATES, fidelity=alarming)
     assert result["verdict"] == "pass" and len(result["alarms"]) == 2
     floor = compare(run(), run(), GateSettings(noise_floor=0.06, bootstrap_resamples=500))
