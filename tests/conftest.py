@@ -1,7 +1,11 @@
 """Chooses the tests of the environment that runs: another environment's files are not even imported."""
 
 import os
+import signal
 from pathlib import Path
+
+# A shell that starts us in the background has SIGINT ignored, and every child would inherit that: Ctrl-C could not be tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SUFFIXES = {"_quant": "quant", "_serve": "serve-cpu"}
 
