@@ -132,22 +132,19 @@ def bootstrap_interval(differences: Sequence[float], clusters: Sequence[str], al
 
 
 def effective_flips(before: Sequence[bool], after: Sequence[bool], clusters: Sequence[str]) -> tuple[float, float]:
-    """(design effect, effective n) of clustered pairs: variance of the mean difference against that of independent pairs.
+    """(design effect, effective n) of clustered pairs.
 
-    The between-cluster variance is estimated as for a ratio of means; the effect is never taken below 1.  Where no pair
-    differs it cannot be estimated, and every cluster counts once.
+    A cluster never counts for more than one pair: flips that are few and scattered say nothing about a document that derails as
+    a whole, which the sample may just not hold.  Where the variance between clusters (of a ratio of means) asks for a larger
+    effect, as with clusters of unequal size, that is taken.
     """
     difference = np.asarray(after, float) - np.asarray(before, float)
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
     n, count = len(difference), len(names)
-    if count == n:
-        return 1.0, float(n)
-    if not difference.any() or count < 2:
-        return n / count, float(count)
-    residual = np.bincount(index, weights=difference - difference.mean(), minlength=count)
-    clustered = count / (count - 1) * float(residual @ residual) / n**2
-    independent = float(difference.var()) / n
-    effect = max(1.0, clustered / independent) if independent > 0 else n / count
+    effect = n / count
+    if 1 < count < n and (independent := float(difference.var()) / n) > 0:
+        residual = np.bincount(index, weights=difference - difference.mean(), minlength=count)
+        effect = max(effect, count / (count - 1) * float(residual @ residual) / n**2 / independent)
     return effect, n / effect
 
 
