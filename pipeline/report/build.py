@@ -23,6 +23,7 @@ def read_rows(folder: Path = VARIANTS) -> Rows:
 def build(rows: Rows, target: Path = Path("metrics")) -> None:
     """Write report.md, comparison.csv, comparison.svg and headline.json into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
+    notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
     text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [

@@ -41,7 +41,13 @@ COLUMNS = (
 )
 
 
+SPEED = ("output_tok_s", "ttft_ms_p50")
+
+
 def cell(column: Column, row: dict[str, Any]) -> str:
     """The text of one cell; a figure that could not be read shows as a dash, never as zero."""
     value = row.get(column.key)
-    return "—" if value is None else column.show(value)
+    if value is None:
+        return "—"
+    label = row.get("speed", "measured")
+    return column.show(value) + (f" ({label})" if column.key in SPEED and label != "measured" else "")

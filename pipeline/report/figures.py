@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from pipeline.report.columns import COLUMNS, Column, cell
+from pipeline.report.columns import COLUMNS, SPEED, Column, cell
 from pipeline.report.table import Rows, ordered
 
 PANELS = ("accuracy", "output_tok_s", "ttft_ms_p50", "weight_bytes", "kv_capacity_tokens", "activation_peak_bytes")
-SPEED = ("output_tok_s", "ttft_ms_p50")
 VALID, EMULATED, INVALID = "#3b6ea5", "#b9cde3", "#c9c9c9"
 
 
 def comparison_svg(rows: Rows) -> str:
     """SVG text that is the same for the same rows (git sees a change only where a figure changed).
 
-    Grey: the run is not valid.  Pale: the speed of emulated kernels.  Both are shown and neither is to be compared.
+    Grey: the run, or its bench, is not valid.  Pale: the speed of emulated kernels.  Both are shown and neither is to be compared.
     """
     import matplotlib
 
@@ -45,14 +44,12 @@ def comparison_svg(rows: Rows) -> str:
 
 def color(key: str, row: dict[str, Any]) -> str:
     """Whether a bar may be compared with its neighbours, as a colour."""
-    if row["status"] != "valid":
+    speed = row.get("speed") if key in SPEED else None
+    if row["status"] != "valid" or speed == "invalid":
         return INVALID
-    return EMULATED if key in SPEED and row.get("speed") == "emulated" else VALID
+    return EMULATED if speed == "emulated" else VALID
 
 
 def label(column: Column, row: dict[str, Any]) -> str:
     """The text at a bar: the table's own."""
-    if row.get(column.key) is None:
-        return "not measured"
-    emulated = color(column.key, row) == EMULATED
-    return cell(column, row) + (" emulated" if emulated else "")
+    return "not measured" if row.get(column.key) is None else cell(column, row)

@@ -10,16 +10,15 @@ def build_row(
 ) -> dict[str, Any]:
     """The content of ``metrics/variants/<variant>.json`` from what the stages before it wrote.
 
-    ``status`` is ``invalid`` as soon as the evaluation or the bench is, with both reasons; figures stay visible beside it.
-    ``verdict`` is the gate's outcome against native, or ``baseline`` for native itself.
+    ``status`` is the evaluation's: may accuracy be compared?  ``speed`` is ``measured``, ``emulated`` (kernels that stand in for
+    missing ones: ranks nothing across quantizations) or ``invalid`` with ``speed_reason``: a disturbed bench spoils its own figures
+    and neither accuracy nor memory.  ``verdict`` is the gate's outcome against native, or ``reference`` for native itself.
     """
-    reasons = [f"{part}: {result['reason']}" for part, result in (("eval", evaluation), ("bench", bench)) if result["reason"]]
-    invalid = any(result["status"] != "valid" for result in (evaluation, bench))
     fidelity = comparison.get("fidelity") or {}
-    memory, damage = bench["memory_summary"], quantization.get("damage") or {}
+    memory, damage = bench["memory_summary"], quantization["damage"] or {}
     return {
-        "status": "invalid" if invalid else "valid",
-        "reason": "; ".join(reasons) or None,
+        "status": evaluation["status"],
+        "reason": evaluation["reason"],
         "verdict": comparison["verdict"],
         "accuracy": evaluation["accuracy"],
         "accuracy_stderr": evaluation["accuracy_stderr"],
@@ -29,7 +28,8 @@ def build_row(
         "output_tok_s": bench["output_tok_s"],
         "ttft_ms_p50": bench["ttft_ms_p50"],
         "tpot_ms_p50": bench["tpot_ms_p50"],
-        "speed": bench["speed_label"],
+        "speed": bench["speed_label"] if bench["status"] == "valid" else "invalid",
+        "speed_reason": bench["reason"],
         "weight_bytes": memory["weight_bytes"],
         "kv_bytes_per_token": memory["kv_bytes_per_token"],
         "kv_capacity_tokens": memory["kv_capacity_tokens"],

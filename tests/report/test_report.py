@@ -7,8 +7,10 @@ from pipeline.errors import Unreadable
 from pipeline.files import read_json, write_json
 from pipeline.report.build import build, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
+from pipeline.report.row import build_row
 from pipeline.report.table import as_csv, headline, markdown
 
+MEMORY = ("weight_bytes", "kv_bytes_per_token", "kv_capacity_tokens", "state_bytes_per_sequence", "activation_peak_bytes")
 ROW = {
     "status": "valid",
     "reason": None,
@@ -68,6 +70,23 @@ def test_emulated_speed_is_told_apart_in_the_picture_and_accuracy_is_not(rows):
     assert color("output_tok_s", emulated) == EMULATED != color("output_tok_s", ROW)
     assert color("accuracy", emulated) == color("accuracy", ROW)
     assert color("accuracy", rows["fp8-auto"]) == INVALID
+    assert "123 (emulated)" in markdown({"fp8-auto": emulated})
+
+
+def test_a_disturbed_bench_spoils_its_own_figures_only(tmp_path, rows):
+    disturbed = ROW | {"speed": "invalid", "speed_reason": "c8: spread_too_wide"}
+    assert color("output_tok_s", disturbed) == INVALID != color("accuracy", disturbed)
+    build({"native-auto": disturbed}, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "123 (invalid)" in text and "its speed is invalid, c8: spread_too_wide" in text and "| valid |" in text
+
+
+def test_a_row_takes_its_status_from_the_evaluation():
+    bench = {"status": "invalid", "reason": "c1: insane_itl", "speed_label": "emulated", "output_tok_s": 1.0, "ttft_ms_p50": 1.0,
+             "tpot_ms_p50": 1.0, "memory_summary": dict.fromkeys(MEMORY, 1), "load": {"load_s": 1.0}}
+    evaluation = {"status": "valid", "reason": None, "accuracy": 0.9, "accuracy_stderr": 0.01, "n": 10}
+    row = build_row(evaluation, bench, {"label": "scale_1.0"}, {"damage": None}, {"verdict": "pass", "memory_findings": []})
+    assert (row["status"], row["speed"], row["speed_reason"]) == ("valid", "invalid", "c1: insane_itl")
 
 
 def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):
