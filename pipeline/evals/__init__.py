@@ -1,1 +1,3 @@
-"""Long-context accuracy: generated tasks, a runner through lm-eval that proves what was sent, outcome classes, the gate."""
+"""Long-context accuracy: generated tasks, a runner through lm-eval that proves what was sent, outcome classes, the
+gate.
+"""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pipeline.evals.outcomes import CLASSES, SCORED, UNSCORED
+from pipeline.evals.runs import CLASSES, SCORED, UNSCORED
 from pipeline.evals.settings import Thresholds
 
 Sample = dict[str, Any]
@@ -19,16 +19,20 @@ FAMILY_MIN = 8  # a family with fewer items does not decide about the run
 def summary(samples: list[Sample]) -> dict[str, Any]:
     """Accuracy with its bounds: every unscored answer counted as wrong, and left out.
 
-    ``accuracy`` is the first of the two.  ``accuracy_stderr`` is the sample standard error of a mean, sqrt(p(1-p)/(n-1)).
+    ``accuracy`` is the first of the two.  ``accuracy_stderr`` is the sample standard error of a mean,
+    sqrt(p(1-p)/(n-1)).
     """
     n = len(samples)
     right = sum(sample["outcome"] == "correct" for sample in samples)
     scored = sum(sample["outcome"] in SCORED for sample in samples)
     mean = right / n if n else None
     return {
-        "n": n, "n_scored": scored, "accuracy": mean,
+        "n": n,
+        "n_scored": scored,
+        "accuracy": mean,
         "accuracy_stderr": math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None,
-        "accuracy_unscored_wrong": mean, "accuracy_unscored_left_out": right / scored if scored else None,
+        "accuracy_unscored_wrong": mean,
+        "accuracy_unscored_left_out": right / scored if scored else None,
         "score_mean": sum(sample["score"] for sample in samples) / n if n else None,
     }
 
@@ -41,29 +45,45 @@ def report(samples: list[Sample], thresholds: Thresholds) -> dict[str, Any]:
     failures = [sample for sample in samples if sample["outcome"] in SCORED]
     extraction = sum(sample["extraction_failed"] for sample in failures) / len(failures) if failures else None
     reasons = _reasons(samples, classes, extraction, thresholds)
-    return summary(samples) | rates | {
-        "status": "invalid" if reasons else "valid", "reason": "; ".join(reasons) or None,
-        "outcomes": classes, "extraction_failure_rate": extraction,
-        "repetition_rate": sum(sample["repeats"] for sample in samples) / n if n else None,
-        "by_family": by(samples, lambda s: s["family"]),
-        "by_length": by(samples, lambda s: s["length"]),
-        "by_depth": by([s for s in samples if s["depth"] is not None], lambda s: f"{s['depth']:g}"),
-        "by_language": by(samples, lambda s: s["language"]),
-        "by_generated_tokens": by([s for s in samples if s["generated_tokens"] is not None],
-                                  lambda s: bucket(s["generated_tokens"], GENERATED_BUCKETS)),
-        "by_family_and_length": {family: by([s for s in samples if s["family"] == family], lambda s: s["length"])
-                                 for family in _keys(samples, lambda s: s["family"])},
-        "by_length_and_depth": {str(length): by([s for s in samples if s["length"] == length and s["depth"] is not None],
-                                                lambda s: f"{s['depth']:g}")
-                                for length in _keys(samples, lambda s: s["length"])},
-        "by_output_position": by_output_position(samples),
-    }
+    return (
+        summary(samples)
+        | rates
+        | {
+            "status": "invalid" if reasons else "valid",
+            "reason": "; ".join(reasons) or None,
+            "outcomes": classes,
+            "extraction_failure_rate": extraction,
+            "repetition_rate": sum(sample["repeats"] for sample in samples) / n if n else None,
+            "by_family": by(samples, lambda s: s["family"]),
+            "by_length": by(samples, lambda s: s["length"]),
+            "by_depth": by([s for s in samples if s["depth"] is not None], lambda s: f"{s['depth']:g}"),
+            "by_language": by(samples, lambda s: s["language"]),
+            "by_generated_tokens": by(
+                [s for s in samples if s["generated_tokens"] is not None],
+                lambda s: bucket(s["generated_tokens"], GENERATED_BUCKETS),
+            ),
+            "by_family_and_length": {
+                family: by([s for s in samples if s["family"] == family], lambda s: s["length"])
+                for family in _keys(samples, lambda s: s["family"])
+            },
+            "by_length_and_depth": {
+                str(length): by(
+                    [s for s in samples if s["length"] == length and s["depth"] is not None],
+                    lambda s: f"{s['depth']:g}",
+                )
+                for length in _keys(samples, lambda s: s["length"])
+            },
+            "by_output_position": by_output_position(samples),
+        }
+    )
 
 
 def by(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> dict[str, dict[str, Any]]:
     """:func:`summary` of each group, in the natural order of the keys."""
     samples = list(samples)
-    return {str(value): summary([sample for sample in samples if key(sample) == value]) for value in _keys(samples, key)}
+    return {
+        str(value): summary([sample for sample in samples if key(sample) == value]) for value in _keys(samples, key)
+    }
 
 
 def _keys(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> list[Any]:
@@ -96,8 +116,10 @@ def by_output_position(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
                 cell = counts.setdefault(place // POSITION_BUCKET, [0, 0])
                 cell[0] += hit
                 cell[1] += 1
-    return {f"{start * POSITION_BUCKET}-{(start + 1) * POSITION_BUCKET}": {"found": right / n, "n": n}
-            for start, (right, n) in sorted(counts.items())}
+    return {
+        f"{start * POSITION_BUCKET}-{(start + 1) * POSITION_BUCKET}": {"found": right / n, "n": n}
+        for start, (right, n) in sorted(counts.items())
+    }
 
 
 def _reasons(samples: list[Sample], classes: dict[str, int], extraction: float | None, limits: Thresholds) -> list[str]:
@@ -105,13 +127,20 @@ def _reasons(samples: list[Sample], classes: dict[str, int], extraction: float |
     n = len(samples)
     if not n:
         return ["no item was answered"]
-    reasons = [f"{classes[kind]} of {n} answers are {kind} ({classes[kind] / n:.1%}, allowed {getattr(limits, kind):.1%})"
-               for kind in UNSCORED if classes[kind] > getattr(limits, kind) * n]
+    reasons = [
+        f"{classes[kind]} of {n} answers are {kind} ({classes[kind] / n:.1%}, allowed {getattr(limits, kind):.1%})"
+        for kind in UNSCORED
+        if classes[kind] > getattr(limits, kind) * n
+    ]
     if extraction is not None and extraction > limits.extraction_failure:
-        reasons.append(f"no value could be read from {extraction:.1%} of the answers (allowed {limits.extraction_failure:.1%})")
+        reasons.append(
+            f"no value could be read from {extraction:.1%} of the answers (allowed {limits.extraction_failure:.1%})"
+        )
     for family in _keys(samples, lambda s: s["family"]):
         group = [sample for sample in samples if sample["family"] == family]
         lost = sum(sample["outcome"] in UNSCORED for sample in group)
         if len(group) >= FAMILY_MIN and lost > limits.family_unscored * len(group):
-            reasons.append(f"{lost} of {len(group)} {family} answers cannot be scored (allowed {limits.family_unscored:.0%})")
+            reasons.append(
+                f"{lost} of {len(group)} {family} answers cannot be scored (allowed {limits.family_unscored:.0%})"
+            )
     return reasons

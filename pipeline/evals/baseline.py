@@ -1,7 +1,9 @@
-"""Is the baseline itself what it should be?  Asked first: 91.9 against a published 93.5 is a model, 27.8 against 46.0 a harness.
+"""Is the baseline itself what it should be?  Asked first: 91.9 against a published 93.5 is a model, 27.8 against 46.0
+a harness.
 
-Reference scores: ``{family: {length: {"score" (or "accuracy"), "n"}}}``, at the top of the file or under ``families`` or
-``scores``; ``n: null`` for a published score whose n nobody tells.  A score is the share of items whose whole answer is right.
+Reference scores: ``{family: {length: {"score" (or "accuracy"), "n"}}}``, at the top of the file or under ``families``
+or ``scores``; ``n: null`` for a published score whose n nobody tells.  A score is the share of items whose whole
+answer is right.
 """
 
 from __future__ import annotations
@@ -22,26 +24,40 @@ ALIASES = {"tracking": "variable_tracking", "ordered": "ordered_recall", "freque
 CONTINUITY = 0.5
 
 
-def reference(native_samples: Path | str | Run, reference_scores: Path | str | dict | None,
-              gates: GateSettings | dict) -> dict[str, Any]:
+def reference(
+    native_samples: Path | str | Run, reference_scores: Path | str | dict | None, gates: GateSettings | dict
+) -> dict[str, Any]:
     """The ``comparison`` block of the reference variant: not compared with itself, but with its reference scores."""
     run, gates = load_run(native_samples), parse_gates(gates)
     if run.header.get("status") != "valid":
-        return {"status": "invalid", "verdict": "invalid", "reason": f"the native run is invalid: {run.header.get('reason')}",
-                "baseline": None}
+        return {
+            "status": "invalid",
+            "verdict": "invalid",
+            "reason": f"the native run is invalid: {run.header.get('reason')}",
+            "baseline": None,
+        }
     if reference_scores is None:
-        return {"status": "valid", "verdict": "reference", "reason": None,
-                "baseline": {"verdict": "unchecked", "reason": "model.reference_scores is null: nothing says what native "
-                                                              "should reach", "cells": {}}}
+        return {
+            "status": "valid",
+            "verdict": "reference",
+            "reason": None,
+            "baseline": {
+                "verdict": "unchecked",
+                "reason": "model.reference_scores is null: nothing says what native should reach",
+                "cells": {},
+            },
+        }
     return {"status": "valid", "verdict": "reference", "reason": None, "baseline": check(run, reference_scores, gates)}
 
 
-def check(native_samples: Path | str | Run, reference_scores: Path | str | dict, gates: GateSettings | dict) -> dict[str, Any]:
+def check(
+    native_samples: Path | str | Run, reference_scores: Path | str | dict, gates: GateSettings | dict
+) -> dict[str, Any]:
     """Native against reference scores, cell by cell and over all of them.
 
-    ``fail`` when some cell is below its reference by more than ``baseline_tolerance`` and more than sampling explains (one-sided
-    score test of two proportions, Holm over the cells, level ``baseline_alpha``); else ``pass``.  ``unchecked`` when no cell is
-    in both.  Scores above their reference are no fault.
+    ``fail`` when some cell is below its reference by more than ``baseline_tolerance`` and more than sampling explains
+    (one-sided score test of two proportions, Holm over the cells, level ``baseline_alpha``); else ``pass``.
+    ``unchecked`` when no cell is in both.  Scores above their reference are no fault.
     """
     gates, run = parse_gates(gates), load_run(native_samples)
     expected = scores_of(reference_scores)
@@ -52,17 +68,28 @@ def check(native_samples: Path | str | Run, reference_scores: Path | str | dict,
             if rows:
                 cells[f"{family} {length}"] = _cell(sum(map(exactly_right, rows)), len(rows), score, n_reference, gates)
     if not cells:
-        return {"verdict": "unchecked", "reason": "no family and length is both in the data set and in the reference scores",
-                "cells": {}}
+        return {
+            "verdict": "unchecked",
+            "reason": "no family and length is both in the data set and in the reference scores",
+            "cells": {},
+        }
     if len(cells) > 1:
         cells["all"] = _pooled(list(cells.values()), gates)
     for cell, adjusted in zip(cells.values(), holm([cell["p"] for cell in cells.values()]), strict=True):
         cell["p_holm"] = adjusted
         cell["verdict"] = "fail" if adjusted < gates.baseline_alpha else "pass"
-    failed = [f"{name}: {cell['native']:.3f} (n {cell['n']}) against a reference of {cell['reference']:.3f} "
-              f"(n {cell['reference_n']}), p {cell['p_holm']:.1e}" for name, cell in cells.items() if cell["verdict"] == "fail"]
-    return {"verdict": "fail" if failed else "pass", "reason": "; ".join(failed) or None, "cells": cells,
-            "tolerance": gates.baseline_tolerance}
+    failed = [
+        f"{name}: {cell['native']:.3f} (n {cell['n']}) against a reference of {cell['reference']:.3f} "
+        f"(n {cell['reference_n']}), p {cell['p_holm']:.1e}"
+        for name, cell in cells.items()
+        if cell["verdict"] == "fail"
+    ]
+    return {
+        "verdict": "fail" if failed else "pass",
+        "reason": "; ".join(failed) or None,
+        "cells": cells,
+        "tolerance": gates.baseline_tolerance,
+    }
 
 
 def scores_of(raw: Path | str | dict) -> dict[str, dict[int, tuple[float, int | None]]]:
@@ -85,8 +112,13 @@ def scores_of(raw: Path | str | dict) -> dict[str, dict[int, tuple[float, int | 
 
 
 def _cell(right: int, n: int, score: float, n_reference: int | None, gates: GateSettings) -> dict[str, Any]:
-    return {"n": n, "native": right / n, "reference": score, "reference_n": n_reference,
-            "p": _too_low(right, n, score, n_reference, gates.baseline_tolerance)}
+    return {
+        "n": n,
+        "native": right / n,
+        "reference": score,
+        "reference_n": n_reference,
+        "p": _too_low(right, n, score, n_reference, gates.baseline_tolerance),
+    }
 
 
 def _pooled(cells: list[dict[str, Any]], gates: GateSettings) -> dict[str, Any]:
@@ -108,5 +140,8 @@ def _too_low(right: int, n: int, score: float, n_reference: int | None, toleranc
     # A score of exactly 0 or 1 has no variance of its own: half an item keeps the statistic finite.
     wanted = min(max(score * n_reference, CONTINUITY), n_reference - CONTINUITY)
     measured = min(max(right, CONTINUITY), n - CONTINUITY)
-    return float(two_proportions(measured, n, wanted, n_reference, value=-tolerance, compare="diff", method="score",
-                                 alternative="smaller").pvalue)
+    return float(
+        two_proportions(
+            measured, n, wanted, n_reference, value=-tolerance, compare="diff", method="score", alternative="smaller"
+        ).pvalue
+    )

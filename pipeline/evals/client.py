@@ -1,7 +1,7 @@
 """lm-eval's API models, with a journal: what was sent, what the server counted, how it ended and how long it took.
 
-lm-eval keeps the text of an answer and drops the rest, retries without telling, and lets one refused request abort a run.
-Only the HTTP call is replaced here; building prompts, batching and order stay lm-eval's own.
+lm-eval keeps the text of an answer and drops the rest, retries without telling, and lets one refused request abort a
+run. Only the HTTP call is replaced here; building prompts, batching and order stay lm-eval's own.
 """
 
 from __future__ import annotations
@@ -46,8 +46,15 @@ class Transport:
     _suspects: set[str] = field(default_factory=set, init=False)
     """What was in flight when the first of the current run of connections broke."""
 
-    async def ask(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
-                  sent_tokens: int | None) -> Record:
+    async def ask(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        headers: dict,
+        payload: dict,
+        prompt_hash: str,
+        sent_tokens: int | None,
+    ) -> Record:
         """The record of this prompt, from the journal if an earlier run has it."""
         if self.known is not None and prompt_hash not in self.known:
             raise Invalid("lm-eval asks for a prompt that is not in the data set: the prompt was changed on the way")
@@ -61,8 +68,11 @@ class Transport:
         self.journal.add(record)
         self._failing = 0 if record.failure is None else self._failing + 1
         if self._failing >= self.failures_in_a_row:
-            raise self._death(f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
-                              f"{self._describe(prompt_hash)}: {record.message}", prompt_hash)
+            raise self._death(
+                f"{self.base_url}: {self._failing} requests in a row without an answer, the last one "
+                f"{self._describe(prompt_hash)}: {record.message}",
+                prompt_hash,
+            )
         return record
 
     def _describe(self, prompt_hash: str) -> str:
@@ -78,14 +88,23 @@ class Transport:
             return asyncio.CancelledError()
         self._dead = True
         suspects = sorted(self._suspects or {prompt_hash}, key=lambda one: (-self._tokens(one), one))
-        return ServerDied(f"{message}; {len(suspects)} requests were in flight, the longest {self._describe(suspects[0])}", suspects)
+        return ServerDied(
+            f"{message}; {len(suspects)} requests were in flight, the longest {self._describe(suspects[0])}", suspects
+        )
 
     def _tokens(self, prompt_hash: str) -> int:
         item = (self.known or {}).get(prompt_hash)
         return item.prompt_tokens if item else 0
 
-    async def _attempts(self, session: aiohttp.ClientSession, url: str, headers: dict, payload: dict, prompt_hash: str,
-                        sent_tokens: int | None) -> Record:
+    async def _attempts(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        headers: dict,
+        payload: dict,
+        prompt_hash: str,
+        sent_tokens: int | None,
+    ) -> Record:
         start = time.monotonic()
         for attempt in range(1, self.retries + 2):
             if self._dead:
@@ -129,9 +148,17 @@ def _record(prompt_hash: str, body: bytes, sent_tokens: int | None, latency_s: f
     message = choice.get("message")
     text = choice["text"] if message is None else message["content"]
     thinking = None if message is None else message.get("reasoning_content") or message.get("reasoning")
-    return Record(prompt_hash=prompt_hash, text=text, finish_reason=choice.get("finish_reason"), reasoning=thinking,
-                  sent_prompt_tokens=sent_tokens, server_prompt_tokens=usage.get("prompt_tokens"),
-                  completion_tokens=usage.get("completion_tokens"), latency_s=latency_s, attempts=attempts)
+    return Record(
+        prompt_hash=prompt_hash,
+        text=text,
+        finish_reason=choice.get("finish_reason"),
+        reasoning=thinking,
+        sent_prompt_tokens=sent_tokens,
+        server_prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+        latency_s=latency_s,
+        attempts=attempts,
+    )
 
 
 def prompt_hash_of(context: Any) -> str:
@@ -155,31 +182,68 @@ class _Recorded:
         self._turn = asyncio.Semaphore(self.transport.concurrency)
         return await super().get_batched_requests(*args, **kwargs)
 
-    async def amodel_call(self, session: aiohttp.ClientSession, sem: asyncio.Semaphore, messages: list, *,
-                          generate: bool = True, cache_keys: list | None = None, ctxlens: list[int] | None = None,
-                          gen_kwargs: dict | None = None, **kwargs: Any) -> list:
+    async def amodel_call(
+        self,
+        session: aiohttp.ClientSession,
+        sem: asyncio.Semaphore,
+        messages: list,
+        *,
+        generate: bool = True,
+        cache_keys: list | None = None,
+        ctxlens: list[int] | None = None,
+        gen_kwargs: dict | None = None,
+        **kwargs: Any,
+    ) -> list:
         if not generate:
-            return await super().amodel_call(session, sem, messages, generate=False, cache_keys=cache_keys,
-                                             ctxlens=ctxlens, gen_kwargs=gen_kwargs, **kwargs)
+            return await super().amodel_call(
+                session,
+                sem,
+                messages,
+                generate=False,
+                cache_keys=cache_keys,
+                ctxlens=ctxlens,
+                gen_kwargs=gen_kwargs,
+                **kwargs,
+            )
         context = cache_keys[0][0]
-        payload = self._create_payload(self.create_message(messages), generate=True, gen_kwargs=copy.deepcopy(gen_kwargs),
-                                       seed=self._seed)
+        payload = self._create_payload(
+            self.create_message(messages), generate=True, gen_kwargs=copy.deepcopy(gen_kwargs), seed=self._seed
+        )
         sent = len(messages[0]) if self.tokenized_requests else None
         async with self._turn:
-            record = await self.transport.ask(session, self.base_url, self.header, payload, prompt_hash_of(context), sent)
-        answer = visible_answer(record.text, record.finish_reason, thinking=self.transport.thinking, reasoning=record.reasoning)
+            record = await self.transport.ask(
+                session, self.base_url, self.header, payload, prompt_hash_of(context), sent
+            )
+        answer = visible_answer(
+            record.text, record.finish_reason, thinking=self.transport.thinking, reasoning=record.reasoning
+        )
         return [answer or ""]
 
 
 class RecordedCompletions(_Recorded, LocalCompletionsAPI):
     """``local-completions`` with prompts as token ids, special tokens as the tokenizer adds them."""
 
-    def __init__(self, transport: Transport, *, url: str, model: str, tokenizer_dir: str, max_model_len: int,
-                 trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        url: str,
+        model: str,
+        tokenizer_dir: str,
+        max_model_len: int,
+        trust_remote_code: bool = False,
+    ) -> None:
         self.transport = transport
-        super().__init__(base_url=f"{url}/v1/completions", model=model, tokenizer=tokenizer_dir,
-                         tokenizer_backend="huggingface", tokenized_requests=True, add_bos_token=True,
-                         trust_remote_code=trust_remote_code, **_common(transport, max_model_len))
+        super().__init__(
+            base_url=f"{url}/v1/completions",
+            model=model,
+            tokenizer=tokenizer_dir,
+            tokenizer_backend="huggingface",
+            tokenized_requests=True,
+            add_bos_token=True,
+            trust_remote_code=trust_remote_code,
+            **_common(transport, max_model_len),
+        )
 
 
 class RecordedChat(_Recorded, LocalChatCompletion):
@@ -187,12 +251,22 @@ class RecordedChat(_Recorded, LocalChatCompletion):
 
     def __init__(self, transport: Transport, *, url: str, model: str, max_model_len: int) -> None:
         self.transport = transport
-        super().__init__(base_url=f"{url}/v1/chat/completions", model=model, tokenizer_backend=None,
-                         tokenized_requests=False, **_common(transport, max_model_len))
+        super().__init__(
+            base_url=f"{url}/v1/chat/completions",
+            model=model,
+            tokenizer_backend=None,
+            tokenized_requests=False,
+            **_common(transport, max_model_len),
+        )
 
 
 def _common(transport: Transport, max_model_len: int) -> dict[str, Any]:
     # lm-eval cuts prompts to max_length - 1 - max_gen_toks on the left; lengths were checked before, so nothing is cut.
     # Deadline and retries are the transport's: lm-eval's own must never be first.
-    return {"max_length": max_model_len + 1, "num_concurrent": max(2, transport.concurrency), "max_retries": 1,
-            "timeout": int(transport.deadline_s * (transport.retries + 1)) + 3600, "seed": 0}
+    return {
+        "max_length": max_model_len + 1,
+        "num_concurrent": max(2, transport.concurrency),
+        "max_retries": 1,
+        "timeout": int(transport.deadline_s * (transport.retries + 1)) + 3600,
+        "seed": 0,
+    }

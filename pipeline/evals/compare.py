@@ -1,13 +1,15 @@
 """Did quantization do harm?  One variant against native, answer by answer, at a margin and with an honest confidence.
 
-A cell (all items, one length, long outputs, late values of long lists) **passes** when the lower one-sided bound of the accuracy difference is above
-minus its margin, **fails** when the upper one is below it, and is **inconclusive** otherwise.  Bounds are the more cautious of
-Tango's score interval and the clustered bootstrap.  To pass, *every* cell must pass: an intersection-union test, which needs
-no correction.  To fail, *one* cell is enough, so those p-values are Holm-adjusted.  Cells of (family, length) in which native
-itself is below ``native_floor`` cannot show harm; they are left out and listed.
+A cell (all items, one length, long outputs, late values of long lists) **passes** when the lower one-sided bound of
+the accuracy difference is above minus its margin, **fails** when the upper one is below it, and is **inconclusive**
+otherwise.  Bounds are the more cautious of Tango's score interval and the clustered bootstrap.  To pass, *every* cell
+must pass: an intersection-union test, which needs no correction.  To fail, *one* cell is enough, so those p-values
+are Holm-adjusted.  Cells of (family, length) in which native itself is below ``native_floor`` cannot show harm; they
+are left out and listed.
 
-A long list is also judged value by value: its values from place ``long_output_tokens`` on, lists resampled whole, form the cell
-``late_values``.  It shows damage that grows with the answer even where hardly a list is right from end to end.
+A long list is also judged value by value: its values from place ``long_output_tokens`` on, lists resampled whole,
+form the cell ``late_values``.  It shows damage that grows with the answer even where hardly a list is right from end
+to end.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.evals.outcomes import SCORED
-from pipeline.evals.runs import Run, load_run
+from pipeline.evals.runs import SCORED, Run, load_run
 from pipeline.evals.settings import GateSettings, parse_gates
 from pipeline.stats import paired, power
 from pipeline.stats.multiplicity import holm
@@ -27,13 +28,19 @@ Row = dict[str, Any]
 Pair = tuple[Row, Row]
 
 
-def compare(native_samples: Path | str | Run, variant_samples: Path | str | Run, gates: GateSettings | dict, *,
-            fidelity: dict[str, Any] | None = None) -> dict[str, Any]:
+def compare(
+    native_samples: Path | str | Run,
+    variant_samples: Path | str | Run,
+    gates: GateSettings | dict,
+    *,
+    fidelity: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The ``comparison`` block of a variant's metrics.
 
-    ``status`` is ``valid``, ``invalid`` (one of the runs cannot be trusted) or ``not_comparable`` (the two were not run alike);
-    ``verdict`` is ``pass``, ``fail``, ``inconclusive`` or ``not_gateable``, and the status again where that is not valid.
-    ``fidelity`` (of :func:`pipeline.evals.fidelity.compare_logprobs`) can raise alarms, never a verdict.
+    ``status`` is ``valid``, ``invalid`` (one of the runs cannot be trusted) or ``not_comparable`` (the two were not
+    run alike); ``verdict`` is ``pass``, ``fail``, ``inconclusive`` or ``not_gateable``, and the status again where
+    that is not valid. ``fidelity`` (of :func:`pipeline.evals.fidelity.compare_logprobs`) can raise alarms, never a
+    verdict.
     """
     gates, native, variant = parse_gates(gates), load_run(native_samples), load_run(variant_samples)
     if (problem := _unlike(native, variant, gates)) is not None:
@@ -46,23 +53,38 @@ def compare(native_samples: Path | str | Run, variant_samples: Path | str | Run,
     families = sorted({before["family"] for before, _ in gateable} | set(_late_families(cells)))
     verdict, reason = _verdict(cells, families, gates)
     return {
-        "status": "valid", "verdict": verdict, "reason": reason, "overall": cells.get("overall"),
+        "status": "valid",
+        "verdict": verdict,
+        "reason": reason,
+        "overall": cells.get("overall"),
         "by_length": {name.removeprefix(LENGTH): cell for name, cell in cells.items() if name.startswith(LENGTH)},
-        "long_output": cells.get("long_output"), "late_values": cells.get("late_values"),
-        "by_family": {family: _counts(*_answers([pair for pair in pairs if pair[0]["family"] == family]))
-                      for family in sorted({before["family"] for before, _ in pairs})},
-        "all_items": _counts(*_answers(pairs)), "gateable_families": families, "excluded_cells": excluded,
-        "fidelity": fidelity, "alarms": _alarms(fidelity, cells, gates),
+        "long_output": cells.get("long_output"),
+        "late_values": cells.get("late_values"),
+        "by_family": {
+            family: _counts(*_answers([pair for pair in pairs if pair[0]["family"] == family]))
+            for family in sorted({before["family"] for before, _ in pairs})
+        },
+        "all_items": _counts(*_answers(pairs)),
+        "gateable_families": families,
+        "excluded_cells": excluded,
+        "fidelity": fidelity,
+        "alarms": _alarms(fidelity, cells, gates),
     }
 
 
-def noise(first_samples: Path | str | Run, second_samples: Path | str | Run, gates: GateSettings | dict) -> dict[str, Any]:
-    """An A/A run: native twice over the same prompts, e.g. at another concurrency.  ``floor`` goes to ``gates.noise_floor``."""
+def noise(
+    first_samples: Path | str | Run, second_samples: Path | str | Run, gates: GateSettings | dict
+) -> dict[str, Any]:
+    """An A/A run: native twice over the same prompts, e.g. at another concurrency.  ``floor`` goes to
+    ``gates.noise_floor``.
+    """
     gates, first, second = parse_gates(gates), load_run(first_samples), load_run(second_samples)
     if (problem := _unlike(first, second, gates)) is not None:
         return {"status": problem[0], "reason": problem[1], "floor": None}
     others = second.by_hash
-    floor = noise_floor([right(row) for row in first.rows], [right(others[row["prompt_hash"]]) for row in first.rows], gates.alpha)
+    floor = noise_floor(
+        [right(row) for row in first.rows], [right(others[row["prompt_hash"]]) for row in first.rows], gates.alpha
+    )
     return {"status": "valid", "reason": None} | floor
 
 
@@ -82,7 +104,10 @@ def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] |
         return "not_comparable", f"prompts occur twice (native {native.repeated}, variant {variant.repeated})"
     missing = native.by_hash.keys() ^ variant.by_hash.keys()
     if missing or not native.rows:
-        return "not_comparable", f"{len(missing)} prompts are in one run only ({len(native.rows)} and {len(variant.rows)} in all)"
+        return (
+            "not_comparable",
+            f"{len(missing)} prompts are in one run only ({len(native.rows)} and {len(variant.rows)} in all)",
+        )
     return None
 
 
@@ -102,16 +127,20 @@ def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[
         if accuracy >= gates.native_floor:
             kept += group
         else:
-            excluded.append({"family": family, "length": length, "n": len(group), "native": accuracy,
-                             "verdict": "not_gateable"})
+            excluded.append(
+                {"family": family, "length": length, "n": len(group), "native": accuracy, "verdict": "not_gateable"}
+            )
     return kept, excluded
 
 
 def _cells(gateable: list[Pair], pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
     """Every gated cell with its verdict: ``length N`` ..., ``long_output``, ``late_values``, ``overall``."""
-    cells = {f"{LENGTH}{length}": _cell(*_answers([pair for pair in gateable if pair[0]["length"] == length]),
-                                        gates.length_margin, gates)
-             for length in sorted({before["length"] for before, _ in gateable})}
+    cells = {
+        f"{LENGTH}{length}": _cell(
+            *_answers([pair for pair in gateable if pair[0]["length"] == length]), gates.length_margin, gates
+        )
+        for length in sorted({before["length"] for before, _ in gateable})
+    }
     long_output = [pair for pair in gateable if (pair[0]["generated_tokens"] or 0) >= gates.long_output_tokens]
     if long_output:
         cells["long_output"] = _cell(*_answers(long_output), gates.length_margin, gates)
@@ -124,7 +153,10 @@ def _cells(gateable: list[Pair], pairs: list[Pair], gates: GateSettings) -> dict
     if gateable:
         overall = _cell(*_answers(gateable), gates.accuracy_margin, gates)
         # The primary question stands alone: it is not adjusted.
-        cells["overall"] = overall | {"inferiority_p_holm": overall["inferiority_p"], "mcnemar_p_holm": overall["mcnemar_p"]}
+        cells["overall"] = overall | {
+            "inferiority_p_holm": overall["inferiority_p"],
+            "mcnemar_p_holm": overall["mcnemar_p"],
+        }
     for cell in cells.values():
         cell["verdict"] = _cell_verdict(cell, gates.alpha)
     return cells
@@ -143,8 +175,13 @@ def _late_values(pairs: list[Pair], gates: GateSettings) -> tuple[list[bool], li
     before, after, clusters, families = [], [], [], []
     for family in sorted({a["family"] for a, _ in pairs}):
         rows = [(a, b) for a, b in pairs if a["family"] == family and len(a["hits"]) > gates.long_output_tokens]
-        late = [(hit, other, a["cluster"]) for a, b in rows
-                for hit, other in zip(_hits(a)[gates.long_output_tokens:], _hits(b)[gates.long_output_tokens:], strict=True)]
+        late = [
+            (hit, other, a["cluster"])
+            for a, b in rows
+            for hit, other in zip(
+                _hits(a)[gates.long_output_tokens :], _hits(b)[gates.long_output_tokens :], strict=True
+            )
+        ]
         if late and sum(hit for hit, _, _ in late) >= gates.native_floor * len(late):
             families.append(family)
             before += [hit for hit, _, _ in late]
@@ -162,22 +199,35 @@ def _late_families(cells: dict[str, dict[str, Any]]) -> list[str]:
     return cells["late_values"]["families"] if "late_values" in cells else []
 
 
-def _cell(before: list[bool], after: list[bool], clusters: list[str], margin: float, gates: GateSettings) -> dict[str, Any]:
+def _cell(
+    before: list[bool], after: list[bool], clusters: list[str], margin: float, gates: GateSettings
+) -> dict[str, Any]:
     """Counts, bounds, p-values and what this many pairs can support."""
     flips = paired.Flips.of(before, after)
     effect, effective_n = paired.effective_flips(before, after, clusters)
     tango = paired.tango_clustered(before, after, clusters, gates.alpha)
-    resampled = paired.bootstrap_interval([b - a for a, b in zip(before, after, strict=True)], clusters, gates.alpha,
-                                          resamples=gates.bootstrap_resamples, seed=gates.seed)
+    resampled = paired.bootstrap_interval(
+        [b - a for a, b in zip(before, after, strict=True)],
+        clusters,
+        gates.alpha,
+        resamples=gates.bootstrap_resamples,
+        seed=gates.seed,
+    )
     supported = power.smallest_margin(effective_n, flips.discordance, gates.alpha, gates.power)
     scaled, freedom = paired.scaled(flips, effect), paired.cluster_freedom(clusters)
     return _counts(before, after, clusters) | {
-        "margin": margin, "lower": min(tango[0], resampled[0]), "upper": max(tango[1], resampled[1]),
-        "confidence": 1 - gates.alpha, "tango": list(tango), "bootstrap": list(resampled),
-        "clusters": len(set(clusters)), "effective_n": effective_n,
+        "margin": margin,
+        "lower": min(tango[0], resampled[0]),
+        "upper": max(tango[1], resampled[1]),
+        "confidence": 1 - gates.alpha,
+        "tango": list(tango),
+        "bootstrap": list(resampled),
+        "clusters": len(set(clusters)),
+        "effective_n": effective_n,
         "noninferiority_p": paired.noninferiority_p(scaled, margin, freedom),
         "inferiority_p": paired.inferiority_p(scaled, margin, freedom),
-        "smallest_margin": supported, "margin_supported": supported <= margin,
+        "smallest_margin": supported,
+        "margin_supported": supported <= margin,
         "n_needed": round(effect * power.pairs_for_margin(margin, flips.discordance, gates.alpha, gates.power)),
         "below_noise_floor": None if gates.noise_floor is None else margin < gates.noise_floor,
     }
@@ -187,9 +237,14 @@ def _counts(before: list[bool], after: list[bool], clusters: list[str]) -> dict[
     """Accuracies, flips both ways and McNemar's p, which knows no clusters and is ``None`` where there are some."""
     flips = paired.Flips.of(before, after)
     return {
-        "n": flips.n, "native": (flips.both_right + flips.lost) / flips.n, "variant": (flips.both_right + flips.won) / flips.n,
-        "difference": flips.difference, "right_to_wrong": flips.lost, "wrong_to_right": flips.won,
-        "flip_rate": flips.discordance, "recovery": flips.recovery,
+        "n": flips.n,
+        "native": (flips.both_right + flips.lost) / flips.n,
+        "variant": (flips.both_right + flips.won) / flips.n,
+        "difference": flips.difference,
+        "right_to_wrong": flips.lost,
+        "wrong_to_right": flips.won,
+        "flip_rate": flips.discordance,
+        "recovery": flips.recovery,
         "mcnemar_p": paired.mcnemar_exact(flips) if len(set(clusters)) == flips.n else None,
     }
 
@@ -209,17 +264,21 @@ def _verdict(cells: dict[str, dict[str, Any]], families: list[str], gates: GateS
         return "fail", "; ".join(failed)
     absent = sorted(set(gates.required_families) - set(families))
     if len(families) < gates.min_gateable_families or absent:
-        return "not_gateable", (f"native is good enough to judge in {len(families)} families ({', '.join(families) or 'none'}); "
-                                f"needed are {gates.min_gateable_families}"
-                                + (f", among them {', '.join(absent)}" if absent else ""))
+        return "not_gateable", (
+            f"native is good enough to judge in {len(families)} families ({', '.join(families) or 'none'}); "
+            f"needed are {gates.min_gateable_families}" + (f", among them {', '.join(absent)}" if absent else "")
+        )
     open_cells = [_tell(name, cell) for name, cell in cells.items() if cell["verdict"] == "inconclusive"]
     return ("inconclusive", "; ".join(open_cells)) if open_cells else ("pass", None)
 
 
 def _tell(name: str, cell: dict[str, Any]) -> str:
-    return (f"{name}: {cell['native']:.3f} -> {cell['variant']:.3f} ({cell['right_to_wrong']} lost, {cell['wrong_to_right']} won "
-            f"of {cell['n']}), difference in [{cell['lower']:+.3f}, {cell['upper']:+.3f}], margin {cell['margin']:.3f}; "
-            f"{cell['n']} items support {cell['smallest_margin']:.3f}, the margin needs {cell['n_needed']}")
+    return (
+        f"{name}: {cell['native']:.3f} -> {cell['variant']:.3f} "
+        f"({cell['right_to_wrong']} lost, {cell['wrong_to_right']} won "
+        f"of {cell['n']}), difference in [{cell['lower']:+.3f}, {cell['upper']:+.3f}], margin {cell['margin']:.3f}; "
+        f"{cell['n']} items support {cell['smallest_margin']:.3f}, the margin needs {cell['n_needed']}"
+    )
 
 
 def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], gates: GateSettings) -> list[str]:
@@ -230,8 +289,10 @@ def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], g
         if gates.kl_alarm is not None and kl > gates.kl_alarm:
             alarms.append(f"mean KL divergence from native is {kl:.4f} nats a token (alarm above {gates.kl_alarm})")
         if gates.top1_alarm is not None and top1 is not None and top1 < gates.top1_alarm:
-            alarms.append(f"the first choice is native's in {top1:.1%} of the places where native is decided "
-                          f"(alarm below {gates.top1_alarm:.0%})")
+            alarms.append(
+                f"the first choice is native's in {top1:.1%} of the places where native is decided "
+                f"(alarm below {gates.top1_alarm:.0%})"
+            )
     if gates.noise_floor is not None:
         low = [name for name, cell in cells.items() if cell["below_noise_floor"]]
         if low or gates.accuracy_margin < gates.noise_floor:

@@ -1,8 +1,8 @@
 """Generates the evaluation data set offline: families x lengths x depths x seeds x languages, sized in served tokens.
 
-Each item has its own random generator, seeded by what it is; adding a family or a length changes no other item.  The key of
-the data set covers the tokenizer and every setting that shapes an item; the key of an item is the SHA-256 of its prompt,
-which is what two runs are paired by.
+Each item has its own random generator, seeded by what it is; adding a family or a length changes no other item.  The
+key of the data set covers the tokenizer and every setting that shapes an item; the key of an item is the SHA-256 of
+its prompt, which is what two runs are paired by.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ ITEMS, META = "items.jsonl", "meta.json"
 BUDGET_STEP = 8  # budgets are rounded up to this, so that lm-eval batches items of different families together
 NATURAL_SLACK = 1.5
 FIRST_UNITS = 8  # filler units of the first trial, from which tokens per unit are estimated
-BLANK_LINE = ("\n\n",)  # a base model goes on after its answer; a chat model ends by itself, and may begin with a courtesy
+BLANK_LINE = (
+    "\n\n",
+)  # a base model goes on after its answer; a chat model ends by itself, and may begin with a courtesy
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question.  ``prompt_tokens`` counts BOS (and, for chat, the template); ``depth`` is null where it has no meaning."""
+    """One question.  ``prompt_tokens`` counts BOS (and, for chat, the template); ``depth`` is null where it has no
+    meaning.
+    """
 
     id: str
     family: str
@@ -66,12 +70,19 @@ def generate(tokenizer_dir: Path | str, settings: EvalSettings | dict, out_dir: 
         return _nothing(settings, out_dir)
     tokenizer = ServedTokenizer(tokenizer_dir, trust_remote_code=settings.trust_remote_code)
     languages = _languages(tokenizer.directory, settings)
-    items = [item for family in settings.items for length in settings.lengths
-             for item in _cell(tokenizer, settings, languages, family, length)]
+    items = [
+        item
+        for family in settings.items
+        for length in settings.lengths
+        for item in _cell(tokenizer, settings, languages, family, length)
+    ]
     repeated = [prompt for prompt, count in Counter(item.prompt_hash for item in items).items() if count > 1]
     if repeated or not items:
-        raise Invalid(f"{len(repeated)} prompts occur more than once: pairing by hash would be ambiguous"
-                      if repeated else "the settings select no item at all (qa needs a natural language)")
+        raise Invalid(
+            f"{len(repeated)} prompts occur more than once: pairing by hash would be ambiguous"
+            if repeated
+            else "the settings select no item at all (qa needs a natural language)"
+        )
     write_text(out_dir / ITEMS, "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items))
     meta = _meta(tokenizer, settings, items) | {"items_sha256": sha256_file(out_dir / ITEMS)}
     write_json(out_dir / META, meta)
@@ -81,8 +92,13 @@ def generate(tokenizer_dir: Path | str, settings: EvalSettings | dict, out_dir: 
 def _nothing(settings: EvalSettings, out_dir: Path) -> dict[str, Any]:
     """lm-eval fetches the hub's tasks itself; what stands here only says so."""
     write_text(out_dir / ITEMS, "")
-    meta = {"key": sha256_json(settings.model_dump(mode="json")), "items_total": 0, "items_by_family": {},
-            "items_sha256": sha256_file(out_dir / ITEMS), "hub_tasks": list(settings.hub.tasks)}
+    meta = {
+        "key": sha256_json(settings.model_dump(mode="json")),
+        "items_total": 0,
+        "items_by_family": {},
+        "items_sha256": sha256_file(out_dir / ITEMS),
+        "hub_tasks": list(settings.hub.tasks),
+    }
     write_json(out_dir / META, meta)
     return meta
 
@@ -104,7 +120,9 @@ def load(dataset_dir: Path | str) -> tuple[list[Item], dict[str, Any]]:
 def _languages(directory: Path, settings: EvalSettings) -> list[Lexicon | Natural]:
     path = directory / "lexicon.json"
     auto = ("lexicon",) if path.is_file() else tuple(WORDINGS)
-    names = dict.fromkeys(itertools.chain.from_iterable(auto if name == "auto" else (name,) for name in settings.languages))
+    names = dict.fromkeys(
+        itertools.chain.from_iterable(auto if name == "auto" else (name,) for name in settings.languages)
+    )
     if "lexicon" in names and not path.is_file():
         raise Refused(f"{path}: no such file; eval.languages asks for the model's own lexicon. Use auto, en or zh")
     return [Lexicon(path) if name == "lexicon" else Natural(WORDINGS[name]) for name in names]
@@ -125,8 +143,16 @@ def _cell(tokenizer: ServedTokenizer, settings: EvalSettings, languages: list, f
     return items
 
 
-def _item(tokenizer: ServedTokenizer, settings: EvalSettings, language: Lexicon | Natural, family: str, length: int,
-          depth: float, seed: int, replicate: int) -> Item | None:
+def _item(
+    tokenizer: ServedTokenizer,
+    settings: EvalSettings,
+    language: Lexicon | Natural,
+    family: str,
+    length: int,
+    depth: float,
+    seed: int,
+    replicate: int,
+) -> Item | None:
     name = f"{family}-{language.name}-{length}-d{depth:g}-s{seed}-{replicate}"
     rng = random.Random(hashlib.sha256(name.encode()).digest())
     draft = language.draft(family, rng, depth, settings.recall_items)
@@ -135,16 +161,28 @@ def _item(tokenizer: ServedTokenizer, settings: EvalSettings, language: Lexicon 
     chat = settings.endpoint == "chat"
     prompt, tokens = _fit(tokenizer, language, draft, length, rng, chat, settings.length_tolerance, name)
     answer_tokens = draft.answer_tokens or round(
-        NATURAL_SLACK * tokenizer.count(language.separator.join(draft.answer.targets)) + BUDGET_STEP)
+        NATURAL_SLACK * tokenizer.count(language.separator.join(draft.answer.targets)) + BUDGET_STEP
+    )
     budget = -(-answer_tokens // BUDGET_STEP) * BUDGET_STEP + settings.thinking_budget_tokens
     stops = (draft.answer.terminator,) if draft.answer.terminator else () if chat else BLANK_LINE
     return Item(
-        id=name, family=family, language=language.name, length=length, depth=depth if draft.has_depth else None, seed=seed,
-        cluster=name, prompt=prompt, prompt_hash=hashlib.sha256(prompt.encode()).hexdigest(), prompt_tokens=tokens,
-        targets=draft.answer.targets, pattern=draft.answer.pattern, order=draft.answer.order,
+        id=name,
+        family=family,
+        language=language.name,
+        length=length,
+        depth=depth if draft.has_depth else None,
+        seed=seed,
+        cluster=name,
+        prompt=prompt,
+        prompt_hash=hashlib.sha256(prompt.encode()).hexdigest(),
+        prompt_tokens=tokens,
+        targets=draft.answer.targets,
+        pattern=draft.answer.pattern,
+        order=draft.answer.order,
         terminator=draft.answer.terminator,
         correct_at=settings.recall_correct_at if draft.answer.order == "sequence" else 1.0,
-        max_gen_toks=budget, until=stops if settings.stop and settings.thinking == "never" else (),
+        max_gen_toks=budget,
+        until=stops if settings.stop and settings.thinking == "never" else (),
     )
 
 
@@ -162,8 +200,16 @@ def _assemble(language: Lexicon | Natural, draft: Draft, units: list[str]) -> st
     return language.prefix + outer.join(whole)
 
 
-def _fit(tokenizer: ServedTokenizer, language: Lexicon | Natural, draft: Draft, length: int, rng: random.Random, chat: bool,
-         tolerance: float, name: str) -> tuple[str, int]:
+def _fit(
+    tokenizer: ServedTokenizer,
+    language: Lexicon | Natural,
+    draft: Draft,
+    length: int,
+    rng: random.Random,
+    chat: bool,
+    tolerance: float,
+    name: str,
+) -> tuple[str, int]:
     """The prompt with as much filler as brings it closest to ``length`` tokens, and its exact token count."""
     source, drawn = language.filler(rng), []
 
@@ -175,8 +221,10 @@ def _fit(tokenizer: ServedTokenizer, language: Lexicon | Natural, draft: Draft, 
 
     empty, base = build(0)
     if base > length * (1 + tolerance):
-        raise Refused(f"{name}: takes {base} tokens without any filler, {length} were asked; raise the length, or for "
-                      "ordered_recall lower eval.recall_items")
+        raise Refused(
+            f"{name}: takes {base} tokens without any filler, {length} were asked; raise the length, or for "
+            "ordered_recall lower eval.recall_items"
+        )
     best, low, high, trial = (empty, base), 0, None, FIRST_UNITS
     while best[1] < length and (high is None or high - low > 1):
         text, tokens = build(trial)
@@ -193,8 +241,10 @@ def _fit(tokenizer: ServedTokenizer, language: Lexicon | Natural, draft: Draft, 
         if abs(tokens - length) <= abs(best[1] - length):
             best = (text, tokens)
     if abs(best[1] - length) > tolerance * length:
-        raise Refused(f"{name}: {reached} to {best[1]} tokens is the nearest to {length} that the template reaches "
-                      f"(tolerance {tolerance:.0%}); raise eval.length_tolerance or the length")
+        raise Refused(
+            f"{name}: {reached} to {best[1]} tokens is the nearest to {length} that the template reaches "
+            f"(tolerance {tolerance:.0%}); raise eval.length_tolerance or the length"
+        )
     return best
 
 
@@ -204,9 +254,23 @@ def key(tokenizer_hash: str, settings: EvalSettings) -> str:
 
 
 def _shape(tokenizer_hash: str, settings: EvalSettings) -> dict[str, Any]:
-    chosen = settings.model_dump(mode="json", include={
-        "endpoint", "thinking", "thinking_budget_tokens", "lengths", "depths", "seeds", "languages", "items", "recall_items",
-        "recall_correct_at", "length_tolerance", "stop"})
+    chosen = settings.model_dump(
+        mode="json",
+        include={
+            "endpoint",
+            "thinking",
+            "thinking_budget_tokens",
+            "lengths",
+            "depths",
+            "seeds",
+            "languages",
+            "items",
+            "recall_items",
+            "recall_correct_at",
+            "length_tolerance",
+            "stop",
+        },
+    )
     return chosen | {"tokenizer_sha256": tokenizer_hash, "generator_version": GENERATOR_VERSION}
 
 
@@ -216,7 +280,9 @@ def _meta(tokenizer: ServedTokenizer, settings: EvalSettings, items: list[Item])
         of_family = counts.setdefault(item.family, {})
         of_family[str(item.length)] = of_family.get(str(item.length), 0) + 1
     return _shape(tokenizer.sha256, settings) | {
-        "key": key(tokenizer.sha256, settings), "items_total": len(items), "items_by_family": counts,
+        "key": key(tokenizer.sha256, settings),
+        "items_total": len(items),
+        "items_by_family": counts,
         "prompt_tokens_total": sum(item.prompt_tokens for item in items),
         "max_tokens_needed": max(item.prompt_tokens + item.max_gen_toks for item in items),
     }

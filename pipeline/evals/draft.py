@@ -16,7 +16,7 @@ class Answer:
     pattern: str
     """Regular expression of one candidate value."""
     order: Order = "exact"
-    """``exact``: place by place; ``set``: any order, nothing else; ``sequence``: longest common subsequence (a list)."""
+    """``exact``: place by place; ``set``: any order, nothing else; ``sequence``: longest common subsequence."""
     terminator: str | None = None
     """What follows it is not part of the answer."""
 

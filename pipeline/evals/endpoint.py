@@ -41,8 +41,8 @@ def call(url: str, body: dict | None = None, timeout_s: float = 30.0) -> Any:
 def max_model_len(base_url: str, model: str, fallback: int | None) -> int:
     """Largest prompt + output the server accepts for ``model``.
 
-    Raises :class:`Refused` when the server does not serve ``model`` or nobody knows its limit: a client that guesses one
-    (lm-eval's default is 2048) cuts long prompts without a word.
+    Raises :class:`Refused` when the server does not serve ``model`` or nobody knows its limit: a client that guesses
+    one (lm-eval's default is 2048) cuts long prompts without a word.
     """
     try:
         served = call(f"{root(base_url)}/v1/models")["data"]

@@ -1,11 +1,13 @@
-"""How far a variant's distributions are from native's, over the same tokens: KL, top-1 agreement, perplexity by position.
+"""How far a variant's distributions are from native's, over the same tokens: KL, top-1 agreement, perplexity by
+position.
 
-The server is asked for the log-probabilities of prompt tokens (vLLM's ``prompt_logprobs``): its k likeliest tokens at every
-place.  The text is a prompt of the data set followed by its *right answer*, so both servers score the same continuation and
-the places where an answer is generated are among those compared.
+The server is asked for the log-probabilities of prompt tokens (vLLM's ``prompt_logprobs``): its k likeliest tokens at
+every place.  The text is a prompt of the data set followed by its *right answer*, so both servers score the same
+continuation and the places where an answer is generated are among those compared.
 
-From k tokens the whole distribution is not known.  The tokens that both sides report are kept apart and everything else is
-one more bucket; merging outcomes never raises a divergence, so the KL told is a lower bound, exact when k is the vocabulary.
+From k tokens the whole distribution is not known.  The tokens that both sides report are kept apart and everything
+else is one more bucket; merging outcomes never raises a divergence, so the KL told is a lower bound, exact when k is
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -46,8 +48,16 @@ def chosen(items: list[Item], per_length: int) -> list[Item]:
     return picked
 
 
-def record(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Path | str, settings: EvalSettings | dict,
-           out_path: Path | str, *, conditions: dict[str, Any] | None = None) -> Path:
+def record(
+    base_url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    dataset_dir: Path | str,
+    settings: EvalSettings | dict,
+    out_path: Path | str,
+    *,
+    conditions: dict[str, Any] | None = None,
+) -> Path:
     """Write one gzipped JSON line a prompt: token ids, their log-probabilities, the top k of every place.
 
     Raises :class:`Invalid` when the server returns none, or for other tokens than were sent.
@@ -60,20 +70,34 @@ def record(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Pa
     def ask(item: Item) -> dict[str, Any]:
         prompt = tokenizer.encode(item.prompt)
         answer = tokenizer.encode(_answer_text(item))
-        ids = prompt + answer[tokenizer.bos_count(answer) or 0:]
-        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": settings.fidelity.top_k}
+        ids = prompt + answer[tokenizer.bos_count(answer) or 0 :]
+        body = {
+            "model": model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": settings.fidelity.top_k,
+        }
         try:
             choice = endpoint.call(f"{url}/v1/completions", body, settings.deadline_s)["choices"][0]
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise Invalid(f"{url}: no log-probabilities for {item.id} ({error}); is --max-logprobs below "
-                          f"{settings.fidelity.top_k}?") from None
+            raise Invalid(
+                f"{url}: no log-probabilities for {item.id} ({error}); is --max-logprobs below "
+                f"{settings.fidelity.top_k}?"
+            ) from None
         return {"prompt_hash": item.prompt_hash, "id": item.id, "prompt_tokens": len(prompt)} | _row(
-            choice.get("prompt_logprobs"), ids, settings.fidelity.top_k, item.id)
+            choice.get("prompt_logprobs"), ids, settings.fidelity.top_k, item.id
+        )
 
     with ThreadPoolExecutor(max_workers=min(4, settings.concurrency)) as pool:
         rows = list(pool.map(ask, picked))
-    header = {"kind": "logprobs", "k": settings.fidelity.top_k, "model": model, "dataset_key": meta["key"],
-              "conditions": conditions or {}}
+    header = {
+        "kind": "logprobs",
+        "k": settings.fidelity.top_k,
+        "model": model,
+        "dataset_key": meta["key"],
+        "conditions": conditions or {},
+    }
     with atomic_open(out_path) as stream, gzip.GzipFile("", "wb", 6, stream, mtime=0) as packed:
         for row in (header, *rows):
             packed.write(json.dumps(row).encode() + b"\n")
@@ -94,7 +118,9 @@ def _row(places: list[dict | None] | None, ids: list[int], k: int, name: str) ->
     for place, (found, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
         values = {int(key): entry["logprob"] for key, entry in (found or {}).items()}
         if token not in values:
-            raise Invalid(f"{name}: the log-probability of token {token} at place {place} is missing: the prompt was changed")
+            raise Invalid(
+                f"{name}: the log-probability of token {token} at place {place} is missing: the prompt was changed"
+            )
         best = sorted(values.items(), key=lambda pair: -pair[1])[:k]
         logprobs.append(round(values[token], DECIMALS))
         tops.append([[token for token, _ in best], [round(value, DECIMALS) for _, value in best]])
@@ -113,14 +139,17 @@ def read(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, rows
 
 
-def compare_logprobs(native_path: Path | str, variant_path: Path | str, buckets: tuple[int, ...] = (256, 1024, 4096, 16384),
-                     ) -> dict[str, Any]:
-    """KL(native || variant) in nats a token, top-1 agreement and both perplexities: in all, by position, on answers alone.
+def compare_logprobs(
+    native_path: Path | str,
+    variant_path: Path | str,
+    buckets: tuple[int, ...] = (256, 1024, 4096, 16384),
+) -> dict[str, Any]:
+    """KL(native || variant) in nats a token, top-1 agreement and both perplexities: in all, by position, on answers
+    alone.
 
-    Where native itself wavers between tokens (random filler), a different first choice means nothing, so agreement is also told
-    for the places where native gives its first choice at least half (``top1_decided``).
-    ``kl_stderr`` treats prompts, not tokens, as independent.  Files of different data sets, prompts or k are
-    ``not_comparable``.
+    Where native itself wavers between tokens (random filler), a different first choice means nothing, so agreement is
+    also told for the places where native gives its first choice at least half (``top1_decided``). ``kl_stderr``
+    treats prompts, not tokens, as independent.  Files of different data sets, prompts or k are ``not_comparable``.
     """
     (native, ours), (variant, theirs) = read(native_path), read(variant_path)
     others = {row["prompt_hash"]: row for row in theirs}
@@ -145,10 +174,18 @@ def compare_logprobs(native_path: Path | str, variant_path: Path | str, buckets:
     spread = _stderr(by_prompt)
     total = _mean(everything)
     return {
-        "status": "valid", "reason": None, "k": native["k"], "prompts": len(ours), "positions": total["n"],
-        "kl_mean": total["kl"], "kl_stderr": spread, "top1_agreement": total["top1"], "top1_decided": total["top1_decided"],
+        "status": "valid",
+        "reason": None,
+        "k": native["k"],
+        "prompts": len(ours),
+        "positions": total["n"],
+        "kl_mean": total["kl"],
+        "kl_stderr": spread,
+        "top1_agreement": total["top1"],
+        "top1_decided": total["top1_decided"],
         "decided_share": total["decided_share"],
-        "perplexity_native": total["perplexity_native"], "perplexity_variant": total["perplexity_variant"],
+        "perplexity_native": total["perplexity_native"],
+        "perplexity_variant": total["perplexity_variant"],
         "tail_mass_mean": sum(place[5] for place in everything) / len(everything),
         "answers": _mean(answers) if answers else None,
         "by_position": {name: _mean(group) for name, group in cells.items()},
@@ -160,8 +197,9 @@ def _unlike(reason: str) -> dict[str, Any]:
 
 
 def _places(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[int, float, bool, float, float, float, bool]]:
-    """Of each place: position, KL, same first choice, native's and the variant's log-probability of the token, native's mass in
-    the joint bucket, native decided."""
+    """Of each place: position, KL, same first choice, native's and the variant's log-probability of the token,
+    native's mass in the joint bucket, native decided.
+    """
     for at in range(1, len(row["ids"])):
         p, q = (dict(zip(*side["top"][at], strict=True)) for side in (row, other))
         divergence, tail = bucketed_kl(p, q)
@@ -170,7 +208,9 @@ def _places(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[int, f
 
 
 def bucketed_kl(p: dict[int, float], q: dict[int, float]) -> tuple[float, float]:
-    """(KL(p || q) over the tokens both name plus one bucket for the rest, p's mass in that bucket), from log-probabilities."""
+    """(KL(p || q) over the tokens both name plus one bucket for the rest, p's mass in that bucket), from
+    log-probabilities.
+    """
     common = p.keys() & q.keys()
     rest_p = max(0.0, 1.0 - sum(math.exp(p[token]) for token in common))
     rest_q = max(LEAST_MASS, 1.0 - sum(math.exp(q[token]) for token in common))
@@ -182,11 +222,15 @@ def bucketed_kl(p: dict[int, float], q: dict[int, float]) -> tuple[float, float]
 
 def _mean(places: list[tuple]) -> dict[str, Any]:
     n, decided = len(places), [place for place in places if place[6]]
-    return {"n": n, "kl": sum(place[1] for place in places) / n, "top1": sum(place[2] for place in places) / n,
-            "top1_decided": sum(place[2] for place in decided) / len(decided) if decided else None,
-            "decided_share": len(decided) / n,
-            "perplexity_native": math.exp(-sum(place[3] for place in places) / n),
-            "perplexity_variant": math.exp(-sum(place[4] for place in places) / n)}
+    return {
+        "n": n,
+        "kl": sum(place[1] for place in places) / n,
+        "top1": sum(place[2] for place in places) / n,
+        "top1_decided": sum(place[2] for place in decided) / len(decided) if decided else None,
+        "decided_share": len(decided) / n,
+        "perplexity_native": math.exp(-sum(place[3] for place in places) / n),
+        "perplexity_variant": math.exp(-sum(place[4] for place in places) / n),
+    }
 
 
 def _stderr(values: list[float]) -> float | None:

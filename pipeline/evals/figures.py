@@ -47,7 +47,9 @@ def heat_map(run: Run, title: str, path: Path | str, native: Run | None = None) 
     image = axes.imshow(values, aspect="auto", **scale)
     for (y, x), value in np.ndenumerate(values):
         if n[y, x]:
-            axes.text(x, y, f"{value:+.2f}" if native is not None else f"{value:.2f}", ha="center", va="center", fontsize=9)
+            axes.text(
+                x, y, f"{value:+.2f}" if native is not None else f"{value:.2f}", ha="center", va="center", fontsize=9
+            )
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("prompt length (tokens)")
@@ -71,8 +73,15 @@ def accuracy_by_length(runs: dict[str, Run], path: Path | str, confidence: float
             below.append(max(0.0, share - low))
             above.append(max(0.0, high - share))
         shift = 1 + 0.02 * (place - (len(runs) - 1) / 2)  # side by side, so that intervals can be told apart
-        axes.errorbar([length * shift for length in lengths], shares, yerr=[below, above], marker="o", capsize=3, label=name,
-                      linewidth=1)
+        axes.errorbar(
+            [length * shift for length in lengths],
+            shares,
+            yerr=[below, above],
+            marker="o",
+            capsize=3,
+            label=name,
+            linewidth=1,
+        )
     ticks = sorted({row["length"] for run in runs.values() for row in run.rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(length) for length in ticks])
@@ -105,6 +114,8 @@ def flips(comparisons: dict[str, dict[str, Any]], path: Path | str) -> Path:
 def _save(figure: Figure, path: Path | str) -> Path:
     path = Path(path)
     with atomic_open(path) as stream:
-        figure.savefig(stream, format=path.suffix.lstrip(".") or "svg", metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(
+            stream, format=path.suffix.lstrip(".") or "svg", metadata={"Date": None} if path.suffix == ".svg" else None
+        )
     plt.close(figure)
     return path

@@ -1,17 +1,10 @@
-"""lm-eval's own long-context benchmarks over the chat endpoint, with the arguments that a thinking model needs.
-
-As shipped, these tasks starve a model that thinks: budgets of 16 to 128 tokens, stop strings that fire inside the thinking, an
-assistant prefix that becomes a turn of its own on a chat endpoint, or log-likelihoods that a chat endpoint does not give.
-What is overridden, and only that, is in :func:`configs`.  Their documents come from the Hugging Face hub.
-"""
+"""Runs lm-eval's own long-context benchmarks over the chat endpoint; their documents come from the Hugging Face hub."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +12,25 @@ from pipeline.errors import Refused
 from pipeline.evals import endpoint
 from pipeline.evals.accuracy import report
 from pipeline.evals.endpoint import ServerDied
+from pipeline.evals.hub_tasks import TASKS, Benchmark, choice_of, configs
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify_scored, degeneration
 from pipeline.evals.scoring import Score, visible_answer
 from pipeline.evals.settings import EvalSettings, parse
 from pipeline.files import sha256_json, write_json, write_text
 
-NO_STOP: list[str] = []
-CHOICE = re.compile(r"(?i:answer\s*(?:is|:))[\s*:]*\(?([A-D])\b")
-LONE_CHOICE = re.compile(r"(?<![A-Za-z])\(?([A-D])\)?(?![A-Za-z])")
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    """lm-eval tasks that take the same arguments."""
-
-    folder: str
-    """Where lm-eval keeps them: reading only that folder saves indexing some 14,000 other tasks."""
-    tasks: tuple[str, ...]
-    answer_tokens: int
-    metric: str | None
-    """The score in [0, 1] of one document; ``None``: the metric is named after the document's length (RULER)."""
-    sized: bool = False
-    """Generates its own documents of ``eval.lengths`` tokens with the served tokenizer."""
-    choices: bool = False
-    """Multiple choice by log-likelihood in lm-eval; asked as a question here."""
-    subset: str | None = None
-
-
-TASKS = {
-    "ruler": Benchmark("ruler", ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery",
-                                 "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot"), 512, None, sized=True),
-    "longbench2": Benchmark("longbench2", ("longbench2",), 256, "acc", choices=True),
-    "graphwalks_128k": Benchmark("graphwalks", ("graphwalks_128k",), 8192, "flexible_f1"),
-    "graphwalks_1M": Benchmark("graphwalks", ("graphwalks_1M",), 8192, "flexible_f1"),
-    "babilong_32k": Benchmark("babilong", ("babilong_longctx",), 128, "acc", subset="32k"),
-    "babilong_128k": Benchmark("babilong", ("babilong_longctx",), 128, "acc", subset="128k"),
-}
-
-
-def configs(name: str, settings: EvalSettings) -> list[dict[str, Any]]:
-    """The overrides of every task of benchmark ``name``.  Raises :class:`Refused` for an unknown benchmark."""
-    if name not in TASKS:
-        raise Refused(f"eval.hub.tasks: no benchmark {name!r}; there are {', '.join(TASKS)}")
-    benchmark = TASKS[name]
-    override: dict[str, Any] = {
-        "generation_kwargs": {"do_sample": False, "temperature": 0.0, "until": NO_STOP,
-                              "max_gen_toks": settings.thinking_budget_tokens + benchmark.answer_tokens},
-    }
-    if benchmark.sized:
-        from lm_eval.tasks.ruler.common_utils import aggregate_metrics
-
-        override["gen_prefix"] = None  # on a chat endpoint it would be a turn of the assistant, answered by another one
-        override["metric_list"] = [{"metric": str(length), "aggregation": aggregate_metrics, "higher_is_better": True}
-                                   for length in sorted({4096, *settings.lengths})]
-    if benchmark.choices:
-        override |= {"output_type": "generate_until", "process_results": score_choice,
-                     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
-    return [{"task": task} | override for task in benchmark.tasks]
-
-
-def choice_of(answer: str) -> str | None:
-    """The letter chosen: the last one that is called the answer, else the last that stands alone."""
-    found = CHOICE.findall(answer) or LONE_CHOICE.findall(answer)
-    return found[-1].upper() if found else None
-
-
-def score_choice(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Accuracy of one multiple-choice document; its answer is a letter or an index."""
-    answer = doc["answer"]
-    expected = "ABCD"[answer] if isinstance(answer, int) else str(answer).strip().upper()
-    return {"acc": float(choice_of(results[0]) == expected)}
-
-
-def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, settings: EvalSettings | dict, out_dir: Path | str, *,
-             conditions: dict[str, Any] | None = None, journal_dir: Path | str | None = None,
-             documents: Callable[[str], Any] | None = None) -> dict[str, Any]:
+def evaluate(
+    base_url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    settings: EvalSettings | dict,
+    out_dir: Path | str,
+    *,
+    conditions: dict[str, Any] | None = None,
+    journal_dir: Path | str | None = None,
+    documents: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
     """Run ``settings.hub.tasks`` and write the same files as for generated tasks.
 
     ``documents(task)`` replaces the hub (tests); it returns what an lm-eval ``custom_dataset`` returns.  Raises as
@@ -105,7 +41,9 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, settings: Eva
     for name in settings.hub.tasks:
         _check_room(name, settings, limit, url)
     conditions = dict(conditions or {})
-    key = sha256_json(settings.model_dump(mode="json", exclude={"concurrency", "deadline_s", "retries", "failures_in_a_row"}))
+    key = sha256_json(
+        settings.model_dump(mode="json", exclude={"concurrency", "deadline_s", "retries", "failures_in_a_row"})
+    )
     identity = sha256_json({"hub": key, "model": model, "conditions": conditions, "where": str(out_dir.resolve())})
     journal = Journal(Path(journal_dir or out_dir) / f"requests-{identity[:16]}.jsonl", identity)
     start, finished, rows, results = time.monotonic(), False, [], {}
@@ -113,20 +51,41 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, settings: Eva
         for name in settings.hub.tasks:
             raw = _ask(name, url, model, tokenizer_dir, settings, limit, journal, documents)
             results |= raw["results"]
-            rows += [row for task, samples in raw["samples"].items() for row in _rows(TASKS[name], task, samples, journal, settings)]
+            rows += [
+                row
+                for task, samples in raw["samples"].items()
+                for row in _rows(TASKS[name], task, samples, journal, settings)
+            ]
         result = report(rows, settings.thresholds) | {
-            "eval": settings.name, "dataset_key": key, "conditions": conditions, "items_total": len(rows),
-            "requests_resumed": journal.resumed, "wall_s": round(time.monotonic() - start, 3)}
-        head = {"kind": "header", "dataset_key": key, "conditions": conditions, "model": model, "status": result["status"],
-                "reason": result["reason"]}
-        write_text(out_dir / "samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *rows]))
+            "eval": settings.name,
+            "dataset_key": key,
+            "conditions": conditions,
+            "items_total": len(rows),
+            "requests_resumed": journal.resumed,
+            "wall_s": round(time.monotonic() - start, 3),
+        }
+        head = {
+            "kind": "header",
+            "dataset_key": key,
+            "conditions": conditions,
+            "model": model,
+            "status": result["status"],
+            "reason": result["reason"],
+        }
+        write_text(
+            out_dir / "samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *rows])
+        )
         write_json(out_dir / "lm_eval.json", {"results": results})
         write_json(out_dir / "accuracy.json", result)
         finished = result["outcomes"]["error"] == result["outcomes"]["stuck"] == 0
         return result
     except ServerDied as death:
         answered = sum(record.failure is None for record in journal.records.values())
-        death.result = {"status": "invalid", "reason": f"{death} ({answered} requests answered)", "conditions": conditions}
+        death.result = {
+            "status": "invalid",
+            "reason": f"{death} ({answered} requests answered)",
+            "conditions": conditions,
+        }
         write_json(out_dir / "accuracy.json", death.result)
         raise
     finally:
@@ -137,11 +96,21 @@ def _check_room(name: str, settings: EvalSettings, limit: int, url: str) -> None
     budget = configs(name, settings)[0]["generation_kwargs"]["max_gen_toks"]
     needed = budget + (max(settings.lengths, default=4096) if TASKS[name].sized else 0)
     if needed > limit:
-        raise Refused(f"{url}: serves at most {limit} tokens; {name} needs {needed} ({budget} of them to think and answer)")
+        raise Refused(
+            f"{url}: serves at most {limit} tokens; {name} needs {needed} ({budget} of them to think and answer)"
+        )
 
 
-def _ask(name: str, url: str, model: str, tokenizer_dir: Path | str, settings: EvalSettings, limit: int, journal: Journal,
-         documents: Callable[[str], Any] | None) -> dict[str, Any]:
+def _ask(
+    name: str,
+    url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    settings: EvalSettings,
+    limit: int,
+    journal: Journal,
+    documents: Callable[[str], Any] | None,
+) -> dict[str, Any]:
     import lm_eval
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
@@ -157,9 +126,15 @@ def _ask(name: str, url: str, model: str, tokenizer_dir: Path | str, settings: E
         metadata["max_seq_lengths"] = benchmark.subset
     if documents is not None:
         specs = [spec | {"custom_dataset": lambda task=spec["task"], **_: documents(task)} for spec in specs]
-    transport = Transport(base_url=url, journal=journal, deadline_s=settings.deadline_s, retries=settings.retries,
-                          failures_in_a_row=settings.failures_in_a_row, concurrency=settings.concurrency,
-                          thinking=settings.thinking == "always")
+    transport = Transport(
+        base_url=url,
+        journal=journal,
+        deadline_s=settings.deadline_s,
+        retries=settings.retries,
+        failures_in_a_row=settings.failures_in_a_row,
+        concurrency=settings.concurrency,
+        thinking=settings.thinking == "always",
+    )
     client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     folder = Path(lm_eval.tasks.__file__).parent / benchmark.folder
     manager = TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
@@ -169,36 +144,75 @@ def _ask(name: str, url: str, model: str, tokenizer_dir: Path | str, settings: E
             loaded = manager.load({"group": name, "task": specs})
         except ImportError as error:
             raise Refused(f"{name}: {error}") from None
-        return lm_eval.simple_evaluate(model=client, tasks=list(loaded["tasks"].values()), task_manager=manager,
-                                       limit=settings.hub.limit_per_task, apply_chat_template=True, bootstrap_iters=1)
+        return lm_eval.simple_evaluate(
+            model=client,
+            tasks=list(loaded["tasks"].values()),
+            task_manager=manager,
+            limit=settings.hub.limit_per_task,
+            apply_chat_template=True,
+            bootstrap_iters=1,
+        )
 
 
-def _rows(benchmark: Benchmark, task: str, samples: list[dict[str, Any]], journal: Journal, settings: EvalSettings) -> list[dict]:
+def _rows(
+    benchmark: Benchmark, task: str, samples: list[dict[str, Any]], journal: Journal, settings: EvalSettings
+) -> list[dict]:
     from pipeline.evals.client import prompt_hash_of
 
     rows = []
     for sample in samples:
         prompt_hash = prompt_hash_of(sample["arguments"][0][0])
         metric = benchmark.metric or str(sample["doc"]["max_length"])
-        rows.append(_row(task, sample, prompt_hash, float(sample[metric]), journal.records[prompt_hash], settings, benchmark))
+        rows.append(
+            _row(task, sample, prompt_hash, float(sample[metric]), journal.records[prompt_hash], settings, benchmark)
+        )
     return rows
 
 
-def _row(task: str, sample: dict[str, Any], prompt_hash: str, value: float, record: Record, settings: EvalSettings,
-         benchmark: Benchmark) -> dict[str, Any]:
-    answer = visible_answer(record.text, record.finish_reason, thinking=settings.thinking == "always", reasoning=record.reasoning)
+def _row(
+    task: str,
+    sample: dict[str, Any],
+    prompt_hash: str,
+    value: float,
+    record: Record,
+    settings: EvalSettings,
+    benchmark: Benchmark,
+) -> dict[str, Any]:
+    answer = visible_answer(
+        record.text, record.finish_reason, thinking=settings.thinking == "always", reasoning=record.reasoning
+    )
     readable = choice_of(answer or "") is not None if benchmark.choices else bool((answer or "").strip())
     result = Score(score=value, correct=value >= 1.0, hits=(value >= 1.0,), found=int(readable), complete=readable)
     outcome = classify_scored(
-        result, answer, record.finish_reason, repeats=degeneration(record.text or record.reasoning or "") is not None,
-        error=record.message if record.failure == "error" else None, stuck=record.failure == "stuck", reasoning=record.reasoning)
+        result,
+        answer,
+        record.finish_reason,
+        repeats=degeneration(record.text or record.reasoning or "") is not None,
+        error=record.message if record.failure == "error" else None,
+        stuck=record.failure == "stuck",
+        reasoning=record.reasoning,
+    )
     tokens = record.server_prompt_tokens or 0
     return {
-        "id": f"{task}-{sample['doc_id']}", "family": task.rpartition("::")[2], "language": "en",
-        "length": 1 << max(0, tokens - 1).bit_length(), "depth": None, "seed": 0, "cluster": f"{task}-{sample['doc_id']}",
-        "prompt_hash": prompt_hash, "text": record.text, "reasoning": record.reasoning, "finish_reason": record.finish_reason,
-        "outcome": outcome.kind, "score": value, "hits": [int(result.correct)], "extraction_failed": result.extraction_failed,
-        "repeats": outcome.repeats, "server_prompt_tokens": record.server_prompt_tokens,
-        "generated_tokens": record.completion_tokens, "latency_s": round(record.latency_s, 4), "attempts": record.attempts,
+        "id": f"{task}-{sample['doc_id']}",
+        "family": task.rpartition("::")[2],
+        "language": "en",
+        "length": 1 << max(0, tokens - 1).bit_length(),
+        "depth": None,
+        "seed": 0,
+        "cluster": f"{task}-{sample['doc_id']}",
+        "prompt_hash": prompt_hash,
+        "text": record.text,
+        "reasoning": record.reasoning,
+        "finish_reason": record.finish_reason,
+        "outcome": outcome.kind,
+        "score": value,
+        "hits": [int(result.correct)],
+        "extraction_failed": result.extraction_failed,
+        "repeats": outcome.repeats,
+        "server_prompt_tokens": record.server_prompt_tokens,
+        "generated_tokens": record.completion_tokens,
+        "latency_s": round(record.latency_s, 4),
+        "attempts": record.attempts,
         "message": record.message,
     }

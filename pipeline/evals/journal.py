@@ -1,4 +1,5 @@
-"""What every request sent and got, appended line by line, so that a killed run continues at the request where it stopped.
+"""What every request sent and got, appended line by line, so that a killed run continues at the request where it
+stopped.
 
 lm-eval's own response cache keeps only the text; finish reason, usage and time would be lost with it.
 """
@@ -9,7 +10,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The closed-vocabulary task grammar that the tiny model was trained on.  Every word is one token with its leading space.
+"""The closed-vocabulary task grammar that the tiny model was trained on.  Every word is one token with its leading
+space.
 
-Statement ``K = V ;``; query ``? K =`` (answer ``V``, stop at ``;``).  Two hops ``K2 = @ K1 ;``.  Several values of one key
-``? K +``.  Several keys ``? K1 K2 K3 K4 :``.  A list ``[ W1 ... Wn ]``, recalled by ``? [``.  Marked words ``# W ;``, the most
-frequent asked by ``? #``.  Filler is an order-1 Markov chain over ``filler_successors``.
+Statement ``K = V ;``; query ``? K =`` (answer ``V``, stop at ``;``).  Two hops ``K2 = @ K1 ;``.  Several values of
+one key ``? K +``.  Several keys ``? K1 K2 K3 K4 :``.  A list ``[ W1 ... Wn ]``, recalled by ``? [``.  Marked words
+``# W ;``, the most frequent asked by ``? #``.  Filler is an order-1 Markov chain over ``filler_successors``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Lexicon:
     def _multi_query(self, rng: random.Random, depth: float, _: int) -> Draft:
         keys = rng.sample(self.keys, STATEMENTS)
         facts = {key: rng.choice(self.values) for key in keys}
-        needles = [Needle(depth if i == 0 else rng.random(), self._statement(*fact)) for i, fact in enumerate(facts.items())]
+        needles = [
+            Needle(depth if i == 0 else rng.random(), self._statement(*fact)) for i, fact in enumerate(facts.items())
+        ]
         asked = rng.sample(keys[:KEYS_PER_QUERY], KEYS_PER_QUERY)
         question = f"{self.marks['query']} {' '.join(asked)} {self.marks['multi_query']}"
         return Draft(needles, question, self._answer([facts[key] for key in asked]), answer_tokens=len(asked) + 1)
@@ -93,8 +96,10 @@ class Lexicon:
         values, needles = [rng.choice(self.values) for _ in sources], []
         for i, (source, alias, value) in enumerate(zip(sources, aliases, values, strict=True)):
             place = depth if i == 0 else rng.random()
-            needles += [Needle(place, self._statement(source, value)),
-                        Needle(rng.uniform(place, 1), self._statement(alias, f"{self.marks['alias']} {source}"))]
+            needles += [
+                Needle(place, self._statement(source, value)),
+                Needle(rng.uniform(place, 1), self._statement(alias, f"{self.marks['alias']} {source}")),
+            ]
         question = f"{self.marks['query']} {aliases[0]} {self.marks['statement']}"
         return Draft(needles, question, self._answer([values[0]]), answer_tokens=2)
 
@@ -102,8 +107,11 @@ class Lexicon:
         """One word is marked more than twice as often as any other."""
         words = rng.sample(self.keys, 1 + OTHER_WORDS)
         times = [FREQUENT_TIMES, *(rng.randint(1, FREQUENT_TIMES // 2) for _ in range(OTHER_WORDS))]
-        needles = [Needle(rng.random(), f"{self.marks['count']} {word} {self.marks['end']}")
-                   for word, count in zip(words, times, strict=True) for _ in range(count)]
+        needles = [
+            Needle(rng.random(), f"{self.marks['count']} {word} {self.marks['end']}")
+            for word, count in zip(words, times, strict=True)
+            for _ in range(count)
+        ]
         question = f"{self.marks['query']} {self.marks['count']}"
         return Draft(needles, question, self._answer([words[0]]), answer_tokens=2, has_depth=False)
 
@@ -111,5 +119,9 @@ class Lexicon:
         words = rng.sample([*self.keys, *self.values], recall_items)
         needle = f"{self.marks['list_open']} {' '.join(words)} {self.marks['list_close']}"
         question = f"{self.marks['query']} {self.marks['list_open']}"
-        return Draft([Needle(depth, needle)], question, self._answer(words, "list_close", "sequence"),
-                     answer_tokens=len(words) + 1)
+        return Draft(
+            [Needle(depth, needle)],
+            question,
+            self._answer(words, "list_close", "sequence"),
+            answer_tokens=len(words) + 1,
+        )

@@ -1,8 +1,8 @@
 """Sorts answers into classes, so that a broken run is never read as a bad model.
 
-``correct`` and ``incorrect`` are scored.  The others say why there is nothing to score: ``unfinished`` (cut by the token
-limit), ``empty``, ``degenerate`` (one token or phrase over and over, replacement characters), ``stuck`` (past its deadline),
-``error`` (no answer at all).
+``correct`` and ``incorrect`` are scored.  The others say why there is nothing to score: ``unfinished`` (cut by the
+token limit), ``empty``, ``degenerate`` (one token or phrase over and over, replacement characters), ``stuck`` (past
+its deadline), ``error`` (no answer at all).
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from dataclasses import dataclass
 
 from pipeline.evals.dataset import Item
 from pipeline.evals.scoring import Score, score, visible_answer
-
-SCORED = ("correct", "incorrect")
-UNSCORED = ("unfinished", "empty", "degenerate", "stuck", "error")
-CLASSES = SCORED + UNSCORED
 
 RUN_WORDS = 8
 CYCLE_WORDS, CYCLE_TIMES, CYCLE_COVER_WORDS = 32, 4, 16
@@ -32,23 +28,51 @@ class Outcome:
     repeats: bool
 
 
-def classify(item: Item, text: str | None, finish_reason: str | None, *, thinking: bool = False, error: str | None = None,
-             stuck: bool = False, reasoning: str | None = None) -> Outcome:
-    """Class of one completion of a generated item; see :func:`pipeline.evals.scoring.visible_answer` for the arguments."""
+def classify(
+    item: Item,
+    text: str | None,
+    finish_reason: str | None,
+    *,
+    thinking: bool = False,
+    error: str | None = None,
+    stuck: bool = False,
+    reasoning: str | None = None,
+) -> Outcome:
+    """Class of one completion of a generated item; see :func:`pipeline.evals.scoring.visible_answer` for the
+    arguments.
+    """
     answer = visible_answer(text, finish_reason, thinking=thinking, reasoning=reasoning)
     repeats = degeneration(text or reasoning or "", item) is not None
-    return classify_scored(score(answer, item), answer, finish_reason, repeats=repeats, error=error, stuck=stuck,
-                           reasoning=reasoning)
+    return classify_scored(
+        score(answer, item), answer, finish_reason, repeats=repeats, error=error, stuck=stuck, reasoning=reasoning
+    )
 
 
-def classify_scored(result: Score, answer: str | None, finish_reason: str | None, *, repeats: bool, error: str | None = None,
-                    stuck: bool = False, reasoning: str | None = None) -> Outcome:
-    """Class of one completion whose visible ``answer`` (``None``: never reached) was scored by whoever knows the task."""
+def classify_scored(
+    result: Score,
+    answer: str | None,
+    finish_reason: str | None,
+    *,
+    repeats: bool,
+    error: str | None = None,
+    stuck: bool = False,
+    reasoning: str | None = None,
+) -> Outcome:
+    """Class of one completion whose visible ``answer`` (``None``: never reached) was scored by whoever knows the
+    task.
+    """
     return Outcome(_kind(result, answer, finish_reason, repeats, error, stuck, reasoning), result, repeats)
 
 
-def _kind(result: Score, answer: str | None, finish_reason: str | None, repeats: bool, error: str | None, stuck: bool,
-          reasoning: str | None) -> str:
+def _kind(
+    result: Score,
+    answer: str | None,
+    finish_reason: str | None,
+    repeats: bool,
+    error: str | None,
+    stuck: bool,
+    reasoning: str | None,
+) -> str:
     if stuck or error is not None:
         return "stuck" if stuck else "error"
     if result.correct:

@@ -12,31 +12,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import Invalid, Refused
-from pipeline.evals import dataset, endpoint, fidelity
+from pipeline.errors import Invalid
+from pipeline.evals import checks, dataset, endpoint, fidelity
 from pipeline.evals.accuracy import report
 from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify
 from pipeline.evals.settings import EvalSettings, parse
-from pipeline.evals.tokens import ServedTokenizer, tokenizer_sha256
 from pipeline.files import sha256_json, write_json, write_text
 
 RESULT, SAMPLES, LM_EVAL = "accuracy.json", "samples.jsonl", "lm_eval.json"
-AGREEMENT = 1e-9
 
 
-def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Path | str, settings: EvalSettings | dict,
-             out_dir: Path | str, *, conditions: dict[str, Any] | None = None,
-             journal_dir: Path | str | None = None) -> dict[str, Any]:
-    """Ask every item of ``dataset_dir``; ``out_dir`` gets ``accuracy.json``, ``samples.jsonl``, ``lm_eval.json`` and, where
-    asked for, ``logprobs.jsonl.gz``.
+def evaluate(
+    base_url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    dataset_dir: Path | str,
+    settings: EvalSettings | dict,
+    out_dir: Path | str,
+    *,
+    conditions: dict[str, Any] | None = None,
+    journal_dir: Path | str | None = None,
+) -> dict[str, Any]:
+    """Ask every item of ``dataset_dir``; ``out_dir`` gets ``accuracy.json``, ``samples.jsonl``, ``lm_eval.json`` and,
+    where asked for, ``logprobs.jsonl.gz``.
 
-    ``conditions`` says what was served and on what (checkpoint hash, kv dtype, tensor_parallel_size, software ...): it is
-    kept with the samples, comparisons demand it equal where it must be, and an interrupted run is resumed only under the
-    same conditions.  ``journal_dir`` is where the journal of an interrupted run waits (default ``out_dir``, which a DVC
-    stage finds emptied).
+    ``conditions`` says what was served and on what (checkpoint hash, kv dtype, tensor_parallel_size, software ...):
+    it is kept with the samples, comparisons demand it equal where it must be, and an interrupted run is resumed only
+    under the same conditions.  ``journal_dir`` is where the journal of an interrupted run waits (default ``out_dir``,
+    which a DVC stage finds emptied).
 
     Returns the content of ``accuracy.json``; ``status`` is ``invalid`` when too many answers could not be scored or a
     prompt arrived changed.  Raises :class:`Refused` before the first request for what cannot work, and
@@ -46,33 +52,52 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: 
     if settings.tasks == "hub":
         from pipeline.evals import hub
 
-        return hub.evaluate(url, model, tokenizer_dir, settings, out_dir, conditions=conditions, journal_dir=journal_dir)
+        return hub.evaluate(
+            url, model, tokenizer_dir, settings, out_dir, conditions=conditions, journal_dir=journal_dir
+        )
     items, meta = dataset.load(dataset_dir)
-    _check_dataset(meta, tokenizer_dir, settings)
+    checks.same_dataset(meta, tokenizer_dir, settings)
     limit = endpoint.max_model_len(url, model, settings.max_model_len)
-    _check_lengths(items, limit, url)
+    checks.lengths_fit(items, limit, url)
     conditions = dict(conditions or {})
-    identity = sha256_json({"dataset": meta["key"], "items": meta["items_sha256"], "model": model, "conditions": conditions,
-                            "where": None if conditions else str(out_dir.resolve())})
+    identity = sha256_json(
+        {
+            "dataset": meta["key"],
+            "items": meta["items_sha256"],
+            "model": model,
+            "conditions": conditions,
+            "where": None if conditions else str(out_dir.resolve()),
+        }
+    )
     journal = Journal(Path(journal_dir or out_dir) / f"requests-{identity[:16]}.jsonl", identity)
     start, finished = time.monotonic(), False
     try:
         if settings.endpoint == "completions":
-            _probe(url, model, tokenizer_dir, settings, min(items, key=lambda item: item.prompt_tokens))
+            checks.probe(url, model, tokenizer_dir, settings, min(items, key=lambda item: item.prompt_tokens))
         try:
             results = _ask_all(url, model, tokenizer_dir, settings, items, limit, journal)
         except ServerDied as death:
             done = [item for item in items if _answered(journal, item)]
             death.result = _result(settings, meta, items, done, journal, conditions, time.monotonic() - start) | {
-                "status": "invalid", "reason": f"{death} ({len(done)} of {len(items)} items answered)",
-                "server_died_at_length": max((item.length for item in items if item.prompt_hash in death.in_flight), default=None)}
+                "status": "invalid",
+                "reason": f"{death} ({len(done)} of {len(items)} items answered)",
+                "server_died_at_length": max(
+                    (item.length for item in items if item.prompt_hash in death.in_flight), default=None
+                ),
+            }
             write_json(out_dir / RESULT, death.result)
             raise
         result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
         samples = samples_of(items, journal, settings)
-        _check_agreement(results, items, samples)
-        head = {"kind": "header", "dataset_key": meta["key"], "conditions": conditions, "model": model,
-                "status": result["status"], "reason": result["reason"]}
+        checks.scores_agree(results, items, samples)
+        head = {
+            "kind": "header",
+            "dataset_key": meta["key"],
+            "conditions": conditions,
+            "model": model,
+            "status": result["status"],
+            "reason": result["reason"],
+        }
         write_text(out_dir / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *samples]))
         result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
         write_json(out_dir / LM_EVAL, {"results": results["results"], "versions": results["versions"]})
@@ -83,13 +108,24 @@ def evaluate(base_url: str, model: str, tokenizer_dir: Path | str, dataset_dir: 
         journal.close(finished=finished)
 
 
-def _logprobs(url: str, model: str, tokenizer_dir: Path | str, dataset_dir: Path | str, settings: EvalSettings, out_dir: Path,
-              conditions: dict[str, Any]) -> dict[str, Any]:
-    """Record log-probabilities beside the samples; a server that gives none costs the fidelity figures, not the accuracy."""
+def _logprobs(
+    url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    dataset_dir: Path | str,
+    settings: EvalSettings,
+    out_dir: Path,
+    conditions: dict[str, Any],
+) -> dict[str, Any]:
+    """Record log-probabilities beside the samples; a server that gives none costs the fidelity figures, not the
+    accuracy.
+    """
     if not settings.fidelity.prompts_per_length or settings.endpoint != "completions":
         return {"status": "not_comparable", "reason": "not asked for", "file": None}
     try:
-        path = fidelity.record(url, model, tokenizer_dir, dataset_dir, settings, out_dir / fidelity.FILE, conditions=conditions)
+        path = fidelity.record(
+            url, model, tokenizer_dir, dataset_dir, settings, out_dir / fidelity.FILE, conditions=conditions
+        )
     except Invalid as error:
         return {"status": "not_comparable", "reason": str(error), "file": None}
     return {"status": "valid", "reason": None, "file": path.name}
@@ -100,49 +136,15 @@ def _answered(journal: Journal, item: Item) -> bool:
     return record is not None and record.failure is None
 
 
-def _check_dataset(meta: dict[str, Any], tokenizer_dir: Path | str, settings: EvalSettings) -> None:
-    wanted = dataset.key(tokenizer_sha256(Path(tokenizer_dir)), settings)
-    if meta.get("key") != wanted:
-        raise Refused(f"the data set was made with another tokenizer or other settings (key {str(meta.get('key'))[:12]}, "
-                      f"this run needs {wanted[:12]}); generate it again")
-
-
-def _check_lengths(items: list[Item], limit: int, url: str) -> None:
-    too_long = [item for item in items if item.prompt_tokens + item.max_gen_toks > limit]
-    if too_long:
-        worst = max(too_long, key=lambda item: item.prompt_tokens + item.max_gen_toks)
-        lengths = sorted({item.length for item in too_long})
-        raise Refused(f"{url}: serves at most {limit} tokens; {len(too_long)} items of lengths {lengths} need up to "
-                      f"{worst.prompt_tokens + worst.max_gen_toks} ({worst.id}). Serve with a larger max_model_len or lower "
-                      "eval.lengths")
-
-
-def _probe(url: str, model: str, tokenizer_dir: Path | str, settings: EvalSettings, item: Item) -> None:
-    """One prompt as text: the server's own tokenizer must count what ours counts, BOS once.
-
-    Raises :class:`Invalid` when it does not.  The run itself sends token ids, which would hide a different tokenizer.
-    """
-    body = {"model": model, "prompt": item.prompt, "max_tokens": 1, "temperature": 0}
-    try:
-        usage = endpoint.call(f"{url}/v1/completions", body, settings.deadline_s).get("usage") or {}
-    except (OSError, ValueError, AttributeError) as error:
-        if not endpoint.alive(url):
-            raise ServerDied(f"{url}: no answer to the first prompt ({error})") from None
-        raise Invalid(f"{url}: no answer to the first prompt, {item.id} ({error})") from None
-    counted = usage.get("prompt_tokens")
-    if counted is None:
-        raise Invalid(f"{url}: reports no usage.prompt_tokens, so nothing shows that prompts arrive whole")
-    tokenizer = ServedTokenizer(tokenizer_dir, trust_remote_code=settings.trust_remote_code)
-    ids = tokenizer.encode(item.prompt)
-    if (tokenizer.bos_count(ids) or 0) > 1:
-        raise Invalid(f"{tokenizer_dir}: the tokenizer begins {item.id} with {tokenizer.bos_count(ids)} BOS tokens")
-    if counted != item.prompt_tokens or len(ids) != item.prompt_tokens:
-        raise Invalid(f"{url}: counts {counted} tokens in {item.id}, the data set says {item.prompt_tokens}, the tokenizer "
-                      f"in {tokenizer_dir} {len(ids)}: another tokenizer, a cut prompt, or BOS added twice or never")
-
-
-def _ask_all(url: str, model: str, tokenizer_dir: Path | str, settings: EvalSettings, items: list[Item], limit: int,
-             journal: Journal) -> dict[str, Any]:
+def _ask_all(
+    url: str,
+    model: str,
+    tokenizer_dir: Path | str,
+    settings: EvalSettings,
+    items: list[Item],
+    limit: int,
+    journal: Journal,
+) -> dict[str, Any]:
     """Run lm-eval over all items; the answers end up in ``journal``, lm-eval's own scores are returned."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -154,18 +156,35 @@ def _ask_all(url: str, model: str, tokenizer_dir: Path | str, settings: EvalSett
     for name in ("lm_eval.api.task", "transformers.configuration_utils"):
         logging.getLogger(name).setLevel(logging.ERROR)  # remarks on custom data sets and model types, once a task
     transport = Transport(
-        base_url=url, journal=journal, deadline_s=settings.deadline_s, retries=settings.retries,
-        failures_in_a_row=settings.failures_in_a_row, concurrency=settings.concurrency,
-        thinking=settings.thinking == "always", known=by_hash)
+        base_url=url,
+        journal=journal,
+        deadline_s=settings.deadline_s,
+        retries=settings.retries,
+        failures_in_a_row=settings.failures_in_a_row,
+        concurrency=settings.concurrency,
+        thinking=settings.thinking == "always",
+        known=by_hash,
+    )
     if settings.endpoint == "chat":
         client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     else:
-        client = RecordedCompletions(transport, url=url, model=model, tokenizer_dir=str(tokenizer_dir), max_model_len=limit,
-                                     trust_remote_code=settings.trust_remote_code)
+        client = RecordedCompletions(
+            transport,
+            url=url,
+            model=model,
+            tokenizer_dir=str(tokenizer_dir),
+            max_model_len=limit,
+            trust_remote_code=settings.trust_remote_code,
+        )
     with closed_stdin():
         return lm_eval.simple_evaluate(
-            model=client, tasks=build(items), task_manager=TaskManager(include_defaults=False), log_samples=False,
-            apply_chat_template=settings.endpoint == "chat", bootstrap_iters=1)
+            model=client,
+            tasks=build(items),
+            task_manager=TaskManager(include_defaults=False),
+            log_samples=False,
+            apply_chat_template=settings.endpoint == "chat",
+            bootstrap_iters=1,
+        )
 
 
 @contextlib.contextmanager
@@ -186,58 +205,72 @@ def samples_of(items: list[Item], journal: Journal, settings: EvalSettings) -> l
 
 
 def _sample(item: Item, record: Record, settings: EvalSettings) -> dict[str, Any]:
-    outcome = classify(item, record.text, record.finish_reason, thinking=settings.thinking == "always",
-                       error=record.message if record.failure == "error" else None, stuck=record.failure == "stuck",
-                       reasoning=record.reasoning)
+    outcome = classify(
+        item,
+        record.text,
+        record.finish_reason,
+        thinking=settings.thinking == "always",
+        error=record.message if record.failure == "error" else None,
+        stuck=record.failure == "stuck",
+        reasoning=record.reasoning,
+    )
     return {
-        "id": item.id, "family": item.family, "language": item.language, "length": item.length, "depth": item.depth,
-        "seed": item.seed, "cluster": item.cluster, "prompt_hash": item.prompt_hash, "targets": list(item.targets),
-        "text": record.text, "reasoning": record.reasoning, "finish_reason": record.finish_reason,
-        "outcome": outcome.kind, "score": outcome.score.score, "hits": [int(hit) for hit in outcome.score.hits],
-        "extraction_failed": outcome.score.extraction_failed, "repeats": outcome.repeats,
-        "prompt_tokens": item.prompt_tokens, "sent_prompt_tokens": record.sent_prompt_tokens,
-        "server_prompt_tokens": record.server_prompt_tokens, "generated_tokens": record.completion_tokens,
-        "latency_s": round(record.latency_s, 4), "attempts": record.attempts, "message": record.message,
+        "id": item.id,
+        "family": item.family,
+        "language": item.language,
+        "length": item.length,
+        "depth": item.depth,
+        "seed": item.seed,
+        "cluster": item.cluster,
+        "prompt_hash": item.prompt_hash,
+        "targets": list(item.targets),
+        "text": record.text,
+        "reasoning": record.reasoning,
+        "finish_reason": record.finish_reason,
+        "outcome": outcome.kind,
+        "score": outcome.score.score,
+        "hits": [int(hit) for hit in outcome.score.hits],
+        "extraction_failed": outcome.score.extraction_failed,
+        "repeats": outcome.repeats,
+        "prompt_tokens": item.prompt_tokens,
+        "sent_prompt_tokens": record.sent_prompt_tokens,
+        "server_prompt_tokens": record.server_prompt_tokens,
+        "generated_tokens": record.completion_tokens,
+        "latency_s": round(record.latency_s, 4),
+        "attempts": record.attempts,
+        "message": record.message,
     }
 
 
-def _result(settings: EvalSettings, meta: dict[str, Any], items: list[Item], answered: list[Item], journal: Journal,
-            conditions: dict[str, Any], wall_s: float) -> dict[str, Any]:
+def _result(
+    settings: EvalSettings,
+    meta: dict[str, Any],
+    items: list[Item],
+    answered: list[Item],
+    journal: Journal,
+    conditions: dict[str, Any],
+    wall_s: float,
+) -> dict[str, Any]:
     samples = samples_of(answered, journal, settings)
     result = report(samples, settings.thresholds)
-    changed = [sample for sample in samples if not _arrived_whole(sample)]
+    changed = [sample for sample in samples if not checks.arrived_whole(sample)]
     if changed:
         first = changed[0]
-        reason = (f"{len(changed)} prompts did not arrive as meant: {first['id']} has {first['prompt_tokens']} tokens, "
-                  f"{first['sent_prompt_tokens']} were sent, the server counted {first['server_prompt_tokens']}")
+        reason = (
+            f"{len(changed)} prompts did not arrive as meant: {first['id']} has {first['prompt_tokens']} tokens, "
+            f"{first['sent_prompt_tokens']} were sent, the server counted {first['server_prompt_tokens']}"
+        )
         result |= {"status": "invalid", "reason": "; ".join(filter(None, [reason, result["reason"]]))}
     return result | {
-        "eval": settings.name, "dataset_key": meta["key"], "conditions": conditions,
-        "items_total": len(items), "items_answered": len(answered), "requests_resumed": journal.resumed,
+        "eval": settings.name,
+        "dataset_key": meta["key"],
+        "conditions": conditions,
+        "items_total": len(items),
+        "items_answered": len(answered),
+        "requests_resumed": journal.resumed,
         "requests_retried": sum(sample["attempts"] > 1 for sample in samples),
         "prompts_changed": len(changed),
         "prompt_tokens_total": sum(sample["server_prompt_tokens"] or 0 for sample in samples),
         "generated_tokens_total": sum(sample["generated_tokens"] or 0 for sample in samples),
         "wall_s": round(wall_s, 3),
     }
-
-
-def _arrived_whole(sample: dict[str, Any]) -> bool:
-    """Whether meant, sent and counted tokens agree (chat prompts are tokenized by the server alone)."""
-    if sample["outcome"] in ("stuck", "error"):
-        return True  # counted as such; there is no usage to look at
-    sent = sample["sent_prompt_tokens"]
-    return sample["server_prompt_tokens"] == sample["prompt_tokens"] and sent in (None, sample["prompt_tokens"])
-
-
-def _check_agreement(results: dict[str, Any], items: list[Item], samples: list[dict[str, Any]]) -> None:
-    """lm-eval's mean of each task must be ours, computed from the journal; else one of the two is broken."""
-    from pipeline.evals.tasks import task_name
-
-    groups: dict[str, list[float]] = {}
-    for item, sample in zip(items, samples, strict=True):
-        groups.setdefault(task_name(item), []).append(sample["score"])
-    for name, scores in groups.items():
-        theirs, ours = results["results"][name]["score,none"], sum(scores) / len(scores)
-        if abs(theirs - ours) > AGREEMENT:
-            raise Invalid(f"{name}: lm-eval's score is {theirs}, the journal's {ours}")

@@ -10,6 +10,10 @@ from typing import Any
 
 from pipeline.errors import Unreadable
 
+SCORED = ("correct", "incorrect")
+UNSCORED = ("unfinished", "empty", "degenerate", "stuck", "error")
+CLASSES = SCORED + UNSCORED
+"""Classes of answers, explained in :mod:`pipeline.evals.outcomes`."""
 NEEDED = {"id", "family", "length", "cluster", "prompt_hash", "outcome", "score", "hits", "generated_tokens"}
 
 
@@ -22,7 +26,9 @@ class Run:
 
     @property
     def by_hash(self) -> dict[str, dict[str, Any]]:
-        """Rows by the hash of their prompt, which is what runs are paired by (document numbers depend on the task list)."""
+        """Rows by the hash of their prompt, which is what runs are paired by (document numbers depend on the task
+        list).
+        """
         return {row["prompt_hash"]: row for row in self.rows}
 
     @property

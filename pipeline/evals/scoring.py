@@ -1,4 +1,6 @@
-"""Reads the values out of a completion and scores them.  Wording never decides; what could not be read is counted apart."""
+"""Reads the values out of a completion and scores them.  Wording never decides; what could not be read is counted
+apart.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,14 @@ def answer_part(text: str) -> str | None:
     return None if THINK_OPEN in text else text
 
 
-def visible_answer(text: str | None, finish_reason: str | None, *, thinking: bool, reasoning: str | None = None) -> str | None:
+def visible_answer(
+    text: str | None, finish_reason: str | None, *, thinking: bool, reasoning: str | None = None
+) -> str | None:
     """The part of a completion that may be scored, ``None`` when the model never came to its answer.
 
-    ``thinking``: the model thinks first, so a text that the token limit cut before the closing tag is all thinking, even
-    where the chat template opened the tag.  ``reasoning`` is what the server's reasoning parser took out of ``text``.
+    ``thinking``: the model thinks first, so a text that the token limit cut before the closing tag is all thinking,
+    even where the chat template opened the tag.  ``reasoning`` is what the server's reasoning parser took out of
+    ``text``.
     """
     text = text or ""
     if thinking and finish_reason == "length" and THINK_CLOSE not in text and not reasoning:
@@ -61,8 +66,13 @@ def score(answer: str | None, item: Item) -> Score:
         # Naming every number of the text is no answer: values beyond those asked for cost what they dilute.
         distinct = len(set(found))
         value = sum(hits) / max(len(hits), distinct)
-    return Score(score=value, correct=value >= item.correct_at, hits=tuple(hits), found=len(found),
-                 complete=len(found) >= len(item.targets))
+    return Score(
+        score=value,
+        correct=value >= item.correct_at,
+        hits=tuple(hits),
+        found=len(found),
+        complete=len(found) >= len(item.targets),
+    )
 
 
 def _exact(found: list[str], targets: tuple[str, ...]) -> list[bool]:

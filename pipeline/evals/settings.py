@@ -60,7 +60,9 @@ class EvalSettings(Strict):
     tasks: Literal["generated", "hub"] = "generated"
     endpoint: Literal["completions", "chat"] = "completions"
     thinking: Literal["never", "always"] = "never"
-    """``always``: the model thinks before it answers, so no stop string may be set and the budget must hold the thinking."""
+    """``always``: the model thinks before it answers, so no stop string may be set and the budget must hold the
+    thinking.
+    """
     thinking_budget_tokens: int = Field(0, ge=0)
     """Added to every item's answer budget."""
     lengths: tuple[Positive, ...] = ()
@@ -103,10 +105,14 @@ class EvalSettings(Strict):
             for family, count in self.items.items():
                 unknown = set(count) - set(self.lengths) if isinstance(count, dict) else set()
                 if unknown:
-                    raise ValueError(f"items.{family}: lengths {sorted(unknown)} are not in `lengths` {list(self.lengths)}")
+                    raise ValueError(
+                        f"items.{family}: lengths {sorted(unknown)} are not in `lengths` {list(self.lengths)}"
+                    )
         if self.thinking == "always":
             if self.stop and self.tasks == "generated":
-                raise ValueError("thinking: always with stop: true; a stop string fires inside the thinking. Set stop: false")
+                raise ValueError(
+                    "thinking: always with stop: true; a stop string fires inside the thinking. Set stop: false"
+                )
             if self.thinking_budget_tokens == 0:
                 raise ValueError("thinking: always needs thinking_budget_tokens > 0, else no answer is ever reached")
         for name in ("lengths", "depths", "seeds", "languages"):
@@ -122,7 +128,7 @@ class EvalSettings(Strict):
 
 
 class GateSettings(Strict):
-    """The ``gates:`` group: what a variant may lose.  Margins are absolute differences of accuracy (0.03 = 3 points)."""
+    """The ``gates:`` group: what a variant may lose.  Margins are differences of accuracy (0.03 = 3 points)."""
 
     accuracy_margin: Margin = 0.05
     """Largest loss allowed over all gateable items."""
@@ -168,5 +174,8 @@ def _parse(model: type[Strict], raw: Any, group: str) -> Any:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{group}.{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r:.80})" for one in error.errors()]
+        lines = [
+            f"{group}.{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r:.80})"
+            for one in error.errors()
+        ]
         raise Refused("; ".join(lines)) from None

@@ -1,4 +1,6 @@
-"""The generated data set as lm-eval tasks: one a family, language and length, each with its own score and standard error."""
+"""The generated data set as lm-eval tasks: one a family, language and length, each with its own score and standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,17 @@ def _config(name: str, group: list[Item]) -> dict[str, Any]:
         return {"correct": float(result.correct), "score": result.score}
 
     return {
-        "task": name, "custom_dataset": rows, "test_split": "test", "output_type": "generate_until",
+        "task": name,
+        "custom_dataset": rows,
+        "test_split": "test",
+        "output_type": "generate_until",
         "doc_to_text": lambda doc: doc["prompt"],
-        "doc_to_target": lambda doc: " ".join(by_id[doc["id"]].targets), "process_results": process, "num_fewshot": 0,
+        "doc_to_target": lambda doc: " ".join(by_id[doc["id"]].targets),
+        "process_results": process,
+        "num_fewshot": 0,
         "generation_kwargs": {"do_sample": False, "temperature": 0.0, "max_gen_toks": budget, "until": list(until)},
-        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                        for metric in ("correct", "score")],
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("correct", "score")
+        ],
         "metadata": {"version": 1.0},
     }

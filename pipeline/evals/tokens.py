@@ -9,8 +9,18 @@ from pathlib import Path
 from pipeline.errors import Unreadable
 
 # Everything that can change a token count or the rendering of a chat.
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tiktoken.model",
-         "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "lexicon.json")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tiktoken.model",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "lexicon.json",
+)
 
 
 def tokenizer_sha256(directory: Path) -> str:

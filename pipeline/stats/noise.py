@@ -11,10 +11,17 @@ from pipeline.stats.paired import Flips, mcnemar_exact, tango_interval
 def noise_floor(first: Sequence[bool], second: Sequence[bool], alpha: float = 0.05) -> dict[str, Any]:
     """Two runs of the same model over the same prompts, in the same order.
 
-    ``floor`` is the larger of the two one-sided bounds of the difference at level ``alpha``: a margin below it would judge
-    noise.
+    ``floor`` is the larger of the two one-sided bounds of the difference at level ``alpha``: a margin below it would
+    judge noise.
     """
     flips = Flips.of(first, second)
     lower, upper = tango_interval(flips, alpha)
-    return {"n": flips.n, "difference": flips.difference, "flip_rate": flips.discordance, "right_to_wrong": flips.lost,
-            "wrong_to_right": flips.won, "mcnemar_p": mcnemar_exact(flips), "floor": max(-lower, upper)}
+    return {
+        "n": flips.n,
+        "difference": flips.difference,
+        "flip_rate": flips.discordance,
+        "right_to_wrong": flips.lost,
+        "wrong_to_right": flips.won,
+        "mcnemar_p": mcnemar_exact(flips),
+        "floor": max(-lower, upper),
+    }

@@ -1,7 +1,7 @@
 """Tests and bounds for paired right/wrong answers.
 
-Notation: of n pairs, ``lost`` are right before and wrong after, ``won`` the reverse; the difference is (won - lost) / n, so a
-loss is negative.  scipy and statsmodels do what they have; Tango's score interval they lack.
+Notation: of n pairs, ``lost`` are right before and wrong after, ``won`` the reverse; the difference is (won - lost) /
+n, so a loss is negative.  scipy and statsmodels do what they have; Tango's score interval they lack.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def score_statistic(lost: np.ndarray | int, won: np.ndarray | int, n: int, delta
     """Tango's z for H0: difference = ``delta``; positive when the observed difference lies above.
 
     T. Tango, Equivalence test and confidence interval for the difference in proportions for the paired-sample design,
-    Statistics in Medicine 17 (1998) 891-908: z = (won - lost - n delta) / sqrt(n (2 q + delta (1 - delta))) in the direction
-    won - lost, where q is the constrained maximum-likelihood estimate of P(lost), the larger root of
-    2n q^2 + (-won - lost + (2n - won + lost) delta) q - lost delta (1 - delta) = 0.  Vectorized over ``lost`` and ``won``.
+    Statistics in Medicine 17 (1998) 891-908: z = (won - lost - n delta) / sqrt(n (2 q + delta (1 - delta))) in the
+    direction won - lost, where q is the constrained maximum-likelihood estimate of P(lost), the larger root of 2n q^2
+    + (-won - lost + (2n - won + lost) delta) q - lost delta (1 - delta) = 0.  Vectorized over ``lost`` and ``won``.
     """
     lost, won = np.asarray(lost, float), np.asarray(won, float)
     linear = -won - lost + (2 * n - won + lost) * delta
@@ -113,12 +113,13 @@ def _tail(z: np.ndarray, freedom: int | None) -> float:
     return float(scipy_stats.norm.sf(z) if freedom is None else scipy_stats.t.sf(z, freedom))
 
 
-def bootstrap_interval(differences: Sequence[float], clusters: Sequence[str], alpha: float, *, resamples: int = 10_000,
-                       seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(
+    differences: Sequence[float], clusters: Sequence[str], alpha: float, *, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
     """Percentile interval of the mean difference, clusters resampled whole; each end one-sided at level ``alpha``.
 
-    ``differences`` are per pair (after - before), in [-1, 1].  With equal pairs only, it collapses to a point: never use it
-    without :func:`tango_interval` or :func:`no_flip_bound`.
+    ``differences`` are per pair (after - before), in [-1, 1].  With equal pairs only, it collapses to a point: never
+    use it without :func:`tango_interval` or :func:`no_flip_bound`.
     """
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=np.asarray(differences, float), minlength=len(names))
@@ -126,17 +127,24 @@ def bootstrap_interval(differences: Sequence[float], clusters: Sequence[str], al
     if len(names) < 2:
         return -1.0, 1.0
     draws = scipy_stats.bootstrap(
-        (sums, sizes), lambda s, m, axis: s.sum(axis) / m.sum(axis), paired=True, vectorized=True, n_resamples=resamples,
-        method="percentile", confidence_level=1 - 2 * alpha, rng=np.random.default_rng(seed))
+        (sums, sizes),
+        lambda s, m, axis: s.sum(axis) / m.sum(axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=resamples,
+        method="percentile",
+        confidence_level=1 - 2 * alpha,
+        rng=np.random.default_rng(seed),
+    )
     return float(draws.confidence_interval.low), float(draws.confidence_interval.high)
 
 
 def effective_flips(before: Sequence[bool], after: Sequence[bool], clusters: Sequence[str]) -> tuple[float, float]:
     """(design effect, effective n) of clustered pairs.
 
-    A cluster never counts for more than one pair: flips that are few and scattered say nothing about a document that derails as
-    a whole, which the sample may just not hold.  Where the variance between clusters (of a ratio of means) asks for a larger
-    effect, as with clusters of unequal size, that is taken.
+    A cluster never counts for more than one pair: flips that are few and scattered say nothing about a document that
+    derails as a whole, which the sample may just not hold.  Where the variance between clusters (of a ratio of means)
+    asks for a larger effect, as with clusters of unequal size, that is taken.
     """
     difference = np.asarray(after, float) - np.asarray(before, float)
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
@@ -148,27 +156,37 @@ def effective_flips(before: Sequence[bool], after: Sequence[bool], clusters: Seq
     return effect, n / effect
 
 
-def tango_clustered(before: Sequence[bool], after: Sequence[bool], clusters: Sequence[str], alpha: float) -> tuple[float, float]:
+def tango_clustered(
+    before: Sequence[bool], after: Sequence[bool], clusters: Sequence[str], alpha: float
+) -> tuple[float, float]:
     """:func:`tango_interval` on counts divided by the design effect (Rao and Scott 1992, for clustered binary data)."""
     effect, _ = effective_flips(before, after, clusters)
     return tango_interval(scaled(Flips.of(before, after), effect), cluster_alpha(clusters, alpha))
 
 
 def cluster_alpha(clusters: Sequence[str], alpha: float) -> float:
-    """The normal tail to use at level ``alpha`` when the design effect itself was estimated: Student's t, clusters - 1."""
+    """The normal tail to use at level ``alpha`` when the design effect itself was estimated: Student's t, clusters -
+    1.
+    """
     freedom = cluster_freedom(clusters)
     return alpha if freedom is None else float(scipy_stats.norm.sf(scipy_stats.t.isf(alpha, freedom)))
 
 
 def cluster_freedom(clusters: Sequence[str]) -> int | None:
-    """Clusters - 1; ``None`` when every pair is a cluster of its own.  One cluster has none to speak of and counts as 1."""
+    """Clusters - 1; ``None`` when every pair is a cluster of its own.  One cluster has none to speak of and counts as
+    1.
+    """
     count = len(set(clusters))
     return None if count == len(clusters) else max(1, count - 1)
 
 
 def scaled(flips: Flips, effect: float) -> Flips:
     """Counts divided by a design effect: fractional on purpose, the score statistic is defined for them."""
-    return flips if effect == 1 else Flips(flips.n / effect, flips.lost / effect, flips.won / effect, flips.both_right / effect)
+    return (
+        flips
+        if effect == 1
+        else Flips(flips.n / effect, flips.lost / effect, flips.won / effect, flips.both_right / effect)
+    )
 
 
 def no_flip_bound(n: float, alpha: float) -> float:

@@ -1,8 +1,9 @@
 """What a run of this size can show: the smallest margin, the n needed, the power.
 
-For a paired difference, n = (z_alpha sqrt(pd) + z_beta sqrt(pd - delta^2))^2 / delta^2 with pd the share of discordant
-pairs (Connor, Biometrics 43 (1987) 207-211, after Miettinen 1968).  For non-inferiority with no true loss the same with
-``pd - delta^2`` replaced by pd: n = (z_alpha + z_beta)^2 pd / margin^2, 6.18 pd / margin^2 at one-sided .05 and power .8.
+For a paired difference, n = (z_alpha sqrt(pd) + z_beta sqrt(pd - delta^2))^2 / delta^2 with pd the share of
+discordant pairs (Connor, Biometrics 43 (1987) 207-211, after Miettinen 1968).  For non-inferiority with no true loss
+the same with ``pd - delta^2`` replaced by pd: n = (z_alpha + z_beta)^2 pd / margin^2, 6.18 pd / margin^2 at one-sided
+.05 and power .8.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ def _z(tail: float) -> float:
 
 
 def pairs_to_detect(loss: float, discordance: float, alpha: float = 0.05, power: float = 0.80) -> int:
-    """Pairs for a one-sided test to find a true ``loss``.  Raises ``ValueError`` when the loss exceeds the discordance."""
+    """Pairs for a one-sided test to find a true ``loss``.  Raises ``ValueError`` when the loss exceeds the
+    discordance.
+    """
     if not 0 < loss <= discordance <= 1:
         raise ValueError(f"a loss of {loss} needs a discordance of at least as much, got {discordance}")
     root = _z(alpha) * math.sqrt(discordance) + _z(1 - power) * math.sqrt(discordance - loss**2)

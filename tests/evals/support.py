@@ -13,8 +13,14 @@ from tests.mock_openai import Behaviour, MockServer
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
 SETTINGS: dict[str, Any] = {
-    "name": "test", "lengths": [256, 384], "depths": [0.0, 0.5, 1.0], "seeds": [0, 1],
-    "items": {"single": 6, "multi_key": 6, "ordered_recall": 3}, "concurrency": 4, "retries": 1, "deadline_s": 20.0,
+    "name": "test",
+    "lengths": [256, 384],
+    "depths": [0.0, 0.5, 1.0],
+    "seeds": [0, 1],
+    "items": {"single": 6, "multi_key": 6, "ordered_recall": 3},
+    "concurrency": 4,
+    "retries": 1,
+    "deadline_s": 20.0,
     "fidelity": {"prompts_per_length": 0},
 }
 
@@ -43,13 +49,23 @@ def make(folder: Path, raw: dict[str, Any]) -> list[Item]:
     return dataset.load(folder)[0]
 
 
-def run(tmp_path: Path, raw: dict[str, Any] | None = None, rule: Callable[[Item], str] = right,
-        behaviour: dict[str, Any] | None = None, out: str = "out", **arguments: Any) -> tuple[dict, list[dict], Any]:
+def run(
+    tmp_path: Path,
+    raw: dict[str, Any] | None = None,
+    rule: Callable[[Item], str] = right,
+    behaviour: dict[str, Any] | None = None,
+    out: str = "out",
+    **arguments: Any,
+) -> tuple[dict, list[dict], Any]:
     """Evaluate against a stand-in server; returns (result, samples, server state)."""
     raw = raw or settings()
     items = make(tmp_path / "data", raw)
-    with MockServer(Behaviour(**({"tokenizer": str(TOKENIZER)} | (behaviour or {}))), answer=Answers(items, rule)) as server:
-        result = runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / out, **arguments)
+    with MockServer(
+        Behaviour(**({"tokenizer": str(TOKENIZER)} | (behaviour or {}))), answer=Answers(items, rule)
+    ) as server:
+        result = runner.evaluate(
+            server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / out, **arguments
+        )
     return result, samples(tmp_path / out), server.state
 
 
@@ -61,8 +77,22 @@ def samples(folder: Path) -> list[dict]:
 def item(**changes: Any) -> Item:
     """One item without a data set."""
     base = dict(
-        id="single-lexicon-256-d0-s0-0", family="single", language="lexicon", length=256, depth=0.0, seed=0, cluster="c",
-        prompt="p", prompt_hash="h", prompt_tokens=256, targets=("123",), pattern=r"\S+", order="exact", terminator=";",
-        correct_at=1.0, max_gen_toks=8, until=(";",),
+        id="single-lexicon-256-d0-s0-0",
+        family="single",
+        language="lexicon",
+        length=256,
+        depth=0.0,
+        seed=0,
+        cluster="c",
+        prompt="p",
+        prompt_hash="h",
+        prompt_tokens=256,
+        targets=("123",),
+        pattern=r"\S+",
+        order="exact",
+        terminator=";",
+        correct_at=1.0,
+        max_gen_toks=8,
+        until=(";",),
     )
     return Item(**base | changes)

@@ -13,15 +13,31 @@ from pipeline.evals.settings import GateSettings
 FAMILIES = ("single", "multi_key", "multi_value", "multi_query", "ordered_recall")
 LENGTHS = (512, 1024, 2048, 4096)
 GATES = GateSettings(bootstrap_resamples=500)
-HEADER = {"kind": "header", "dataset_key": "k", "status": "valid", "reason": None,
-          "conditions": {"tensor_parallel_size": 1, "software": "s"}}
+HEADER = {
+    "kind": "header",
+    "dataset_key": "k",
+    "status": "valid",
+    "reason": None,
+    "conditions": {"tensor_parallel_size": 1, "software": "s"},
+}
 
 
-def sample(family: str, length: int, index: int, right: bool, generated: int | None = None, outcome: str | None = None) -> dict:
+def sample(
+    family: str, length: int, index: int, right: bool, generated: int | None = None, outcome: str | None = None
+) -> dict:
     name = f"{family}-{length}-{index}"
-    return {"id": name, "family": family, "length": length, "cluster": name, "prompt_hash": name, "depth": 0.5,
-            "outcome": outcome or ("correct" if right else "incorrect"), "score": float(right), "hits": [int(right)],
-            "generated_tokens": generated or (66 if family == "ordered_recall" else 3)}
+    return {
+        "id": name,
+        "family": family,
+        "length": length,
+        "cluster": name,
+        "prompt_hash": name,
+        "depth": 0.5,
+        "outcome": outcome or ("correct" if right else "incorrect"),
+        "score": float(right),
+        "hits": [int(right)],
+        "generated_tokens": generated or (66 if family == "ordered_recall" else 3),
+    }
 
 
 def run(rule=lambda family, length, index: True, per_cell: int = 20, **header) -> Run:
@@ -32,13 +48,16 @@ def run(rule=lambda family, length, index: True, per_cell: int = 20, **header) -
 def noisy(accuracy: float, seed: int, base=lambda *_: True):
     def rule(*cell):
         return random.Random(f"{seed}{cell}").random() < accuracy and base(*cell)
+
     return rule
 
 
 def test_equal_runs_pass():
     result = compare(run(), run(), GATES)
     assert result["verdict"] == "pass" and result["reason"] is None
-    assert result["overall"]["n"] == 400 and result["overall"]["mcnemar_p"] == 1.0 and result["overall"]["recovery"] == 1.0
+    assert (
+        result["overall"]["n"] == 400 and result["overall"]["mcnemar_p"] == 1.0 and result["overall"]["recovery"] == 1.0
+    )
     assert set(result["by_length"]) == {"512", "1024", "2048", "4096"}
     assert result["long_output"]["n"] == 80
 
@@ -80,10 +99,14 @@ def test_equal_means_with_churn_show_as_flips():
 
 def test_a_against_a_never_fails_in_a_hundred(monkeypatch):
     """The baseline against itself, 4 % of all answers differing by chance, at the size of eval=quick."""
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # statsmodels collects garbage in every call, most of the time here
+    monkeypatch.setattr(
+        gc, "collect", lambda *_: 0
+    )  # statsmodels collects garbage in every call, most of the time here
     gates = GateSettings(bootstrap_resamples=100)
-    verdicts = [compare(run(noisy(0.98, 2 * seed), 13), run(noisy(0.98, 2 * seed + 1), 13), gates)["verdict"]
-                for seed in range(100)]
+    verdicts = [
+        compare(run(noisy(0.98, 2 * seed), 13), run(noisy(0.98, 2 * seed + 1), 13), gates)["verdict"]
+        for seed in range(100)
+    ]
     assert verdicts.count("fail") == 0
     assert verdicts.count("pass") + verdicts.count("inconclusive") == 100
     assert verdicts.count("pass") >= 50
@@ -96,7 +119,9 @@ def test_cells_where_native_is_weak_are_not_gateable_and_never_pass_vacuously():
     result = compare(run(weak), run(lambda *_: True), GATES)
     assert result["verdict"] == "not_gateable" and "3 families" in result["reason"]
     assert {(cell["family"], cell["verdict"]) for cell in result["excluded_cells"]} == {
-        ("single", "not_gateable"), ("multi_key", "not_gateable")}
+        ("single", "not_gateable"),
+        ("multi_key", "not_gateable"),
+    }
     assert result["overall"]["n"] == 240
     nothing = compare(run(lambda *_: False), run(lambda *_: False), GATES)
     assert nothing["verdict"] == "not_gateable" and nothing["overall"] is None
@@ -116,6 +141,7 @@ def lists(rule, per_cell: int = 20) -> Run:
 
 def test_late_values_of_lists_show_rot_even_where_no_list_is_ever_right():
     """Native gets 45 of 64 values of each list: not one list is right, and still losing the last quarter must show."""
+
     def native(place, number):
         return place % 10 < 7
 
@@ -124,7 +150,11 @@ def test_late_values_of_lists_show_rot_even_where_no_list_is_ever_right():
     assert same["long_output"] is None and same["late_values"]["native"] == pytest.approx(0.7, abs=0.02)
     assert same["late_values"]["clusters"] == 80 and same["late_values"]["mcnemar_p"] is None
     rotten = compare(lists(native), lists(lambda place, number: native(place, number) and place < 48), GATES)
-    assert rotten["verdict"] == "fail" and rotten["reason"].startswith("late_values") and rotten["overall"]["verdict"] == "pass"
+    assert (
+        rotten["verdict"] == "fail"
+        and rotten["reason"].startswith("late_values")
+        and rotten["overall"]["verdict"] == "pass"
+    )
 
 
 def test_a_dozen_lists_decide_little_about_late_values():
@@ -147,13 +177,26 @@ def test_without_long_outputs_nothing_passes():
     assert compare(run(no_recall), run(no_recall), relaxed)["verdict"] == "pass"
 
 
-@pytest.mark.parametrize("native, variant, status, words", [
-    ({}, {"status": "invalid", "reason": "12 answers are stuck"}, "invalid", "variant run is invalid: 12 answers are stuck"),
-    ({"status": "invalid", "reason": "r"}, {}, "invalid", "native run is invalid"),
-    ({}, {"dataset_key": "other"}, "not_comparable", "different data sets"),
-    ({}, {"conditions": {"tensor_parallel_size": 2, "software": "s"}}, "not_comparable", "tensor_parallel_size: native ran with 1"),
-    ({}, {"conditions": {"tensor_parallel_size": 1}}, "not_comparable", "software"),
-])
+@pytest.mark.parametrize(
+    "native, variant, status, words",
+    [
+        (
+            {},
+            {"status": "invalid", "reason": "12 answers are stuck"},
+            "invalid",
+            "variant run is invalid: 12 answers are stuck",
+        ),
+        ({"status": "invalid", "reason": "r"}, {}, "invalid", "native run is invalid"),
+        ({}, {"dataset_key": "other"}, "not_comparable", "different data sets"),
+        (
+            {},
+            {"conditions": {"tensor_parallel_size": 2, "software": "s"}},
+            "not_comparable",
+            "tensor_parallel_size: native ran with 1",
+        ),
+        ({}, {"conditions": {"tensor_parallel_size": 1}}, "not_comparable", "software"),
+    ],
+)
 def test_runs_that_must_not_be_compared(native, variant, status, words):
     result = compare(run(**native), run(**variant), GATES)
     assert result["status"] == result["verdict"] == status and words in result["reason"]
@@ -161,7 +204,10 @@ def test_runs_that_must_not_be_compared(native, variant, status, words):
 
 def test_comparing_across_tensor_parallel_sizes_when_asked():
     other = run(conditions={"tensor_parallel_size": 2, "software": "s"})
-    assert compare(run(), other, GateSettings(conditions_must_match=["software"], bootstrap_resamples=500))["verdict"] == "pass"
+    assert (
+        compare(run(), other, GateSettings(conditions_must_match=["software"], bootstrap_resamples=500))["verdict"]
+        == "pass"
+    )
 
 
 def test_missing_and_doubled_prompts_are_not_comparable():

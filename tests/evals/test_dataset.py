@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pipeline.errors import Refused, Unreadable
-from pipeline.evals import dataset, settings as settings_module
+from pipeline.evals import dataset
+from pipeline.evals import settings as settings_module
 from pipeline.evals.tokens import ServedTokenizer
 from tests.evals.support import TOKENIZER, make, settings
 
@@ -26,10 +27,17 @@ def test_every_prompt_has_the_wanted_length_in_served_tokens(tmp_path, tokenizer
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_natural_language_is_within_two_percent_in_both_scripts(tmp_path, tokenizer, endpoint):
-    raw = settings(items={family: 6 for family in [*ALL, "qa"]}, languages=["en", "zh"], lengths=[1536], recall_items=12,
-                   endpoint=endpoint)
+    raw = settings(
+        items={family: 6 for family in [*ALL, "qa"]},
+        languages=["en", "zh"],
+        lengths=[1536],
+        recall_items=12,
+        endpoint=endpoint,
+    )
     items = make(tmp_path, raw)
-    assert {(item.family, item.language) for item in items} == {(f, lang) for f in [*ALL, "qa"] for lang in ("en", "zh")}
+    assert {(item.family, item.language) for item in items} == {
+        (f, lang) for f in [*ALL, "qa"] for lang in ("en", "zh")
+    }
     for item in items:
         assert abs(tokenizer.count(item.prompt, chat=endpoint == "chat") - 1536) <= 0.02 * 1536
         assert all(target in item.prompt for target in item.targets)
@@ -54,8 +62,8 @@ def solve(words: list[str]) -> list[str]:
         elif word == "#":
             marked[words[i + 1]] = marked.get(words[i + 1], 0) + 1
         elif word == "[":
-            listed = words[i + 1:words.index("]", i)]
-    match words[start + 1:]:
+            listed = words[i + 1 : words.index("]", i)]
+    match words[start + 1 :]:
         case ["["]:
             return listed
         case ["#"]:
@@ -90,7 +98,12 @@ def test_key_changes_with_tokenizer_length_seed_and_count_but_not_with_the_runne
         return dataset.key(tokenizer, settings_module.parse(settings(**changes)))
 
     base = key()
-    others = [key("u"), key(lengths=[256, 385]), key(seeds=[0, 2]), key(items={"single": 6, "multi_key": 6, "ordered_recall": 4})]
+    others = [
+        key("u"),
+        key(lengths=[256, 385]),
+        key(seeds=[0, 2]),
+        key(items={"single": 6, "multi_key": 6, "ordered_recall": 4}),
+    ]
     assert len({base, *others}) == 5
     assert key(concurrency=1, deadline_s=1.0, retries=0) == base
 
@@ -126,11 +139,19 @@ def test_lexicon_asked_of_a_model_without_one_is_refused(tmp_path):
     assert meta["items_total"] == 15 and {row["language"] for row in rows} == {"en", "zh"}
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ({"lenghts": [512]}, "lenghts"), ({"items": {"needle": 3}}, "items"), ({"depths": [1.5]}, "depths"),
-    ({"lengths": []}, "lengths"), ({"items": {"single": {"512": 3}}}, "512"), ({"lengths": [256, 256]}, "duplicates"),
-    ({"thinking": "always"}, "fires inside the thinking"), ({"thinking": "always", "stop": False}, "thinking_budget_tokens"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"lenghts": [512]}, "lenghts"),
+        ({"items": {"needle": 3}}, "items"),
+        ({"depths": [1.5]}, "depths"),
+        ({"lengths": []}, "lengths"),
+        ({"items": {"single": {"512": 3}}}, "512"),
+        ({"lengths": [256, 256]}, "duplicates"),
+        ({"thinking": "always"}, "fires inside the thinking"),
+        ({"thinking": "always", "stop": False}, "thinking_budget_tokens"),
+    ],
+)
 def test_wrong_settings_are_refused_by_name(wrong, message):
     with pytest.raises(Refused, match=message):
         settings_module.parse(settings(**wrong))

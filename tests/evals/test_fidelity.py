@@ -54,8 +54,16 @@ def write(path, noise: float, k: int = VOCABULARY, prompts: int = 4, length: int
             logprobs.append(values[ids[place]])
             best = top(values, k)
             tops.append([list(best), list(best.values())])
-        rows.append({"prompt_hash": str(prompt), "id": str(prompt), "prompt_tokens": 30, "ids": ids, "logprobs": logprobs,
-                     "top": tops})
+        rows.append(
+            {
+                "prompt_hash": str(prompt),
+                "id": str(prompt),
+                "prompt_tokens": 30,
+                "ids": ids,
+                "logprobs": logprobs,
+                "top": tops,
+            }
+        )
     with gzip.open(path, "wt") as stream:
         for row in ({"kind": "logprobs", "k": k, "dataset_key": "d"} | header, *rows):
             stream.write(json.dumps(row) + "\n")
@@ -74,7 +82,9 @@ def test_native_against_itself_and_against_noise(tmp_path):
     assert large["top1_agreement"] < large["top1_decided"] <= 1.0 and 0 < large["decided_share"] < 1
     assert set(large["by_position"]) == {"0-10", "10-20", "20+"}
     assert (large["positions"], large["answers"]["n"], large["prompts"]) == (4 * 39, 4 * 10, 4)
-    expected = [exact_kl(distribution(f"{p}/{i}"), distribution(f"{p}/{i}", 1.0)) for p in range(4) for i in range(1, 40)]
+    expected = [
+        exact_kl(distribution(f"{p}/{i}"), distribution(f"{p}/{i}", 1.0)) for p in range(4) for i in range(1, 40)
+    ]
     assert large["kl_mean"] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
 
 
@@ -107,7 +117,9 @@ class Scoring(BaseHTTPRequestHandler):
         for place, token in enumerate(ids[1:], 1):
             entries = {str((place + rank) % 1024): {"logprob": -1.0 - rank, "rank": rank + 1} for rank in range(k)}
             places.append(entries | {str(token + self.server.shift): {"logprob": -9.0, "rank": 99}})
-        data = json.dumps({"choices": [{"text": "", "prompt_logprobs": places[:len(places) - self.server.short]}]}).encode()
+        data = json.dumps(
+            {"choices": [{"text": "", "prompt_logprobs": places[: len(places) - self.server.short]}]}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -146,14 +158,18 @@ def test_recording_scores_prompts_and_right_answers(tmp_path, scoring):
     assert fidelity.compare_logprobs(path, path)["kl_mean"] == 0.0
 
 
-@pytest.mark.parametrize("lie, words", [({"shift": 1}, "the prompt was changed"), ({"short": 5}, "log-probabilities came for")])
+@pytest.mark.parametrize(
+    "lie, words", [({"shift": 1}, "the prompt was changed"), ({"short": 5}, "log-probabilities came for")]
+)
 def test_a_server_that_scores_something_else_is_invalid(tmp_path, scoring, lie, words):
     raw = settings(fidelity={"prompts_per_length": 1, "top_k": 3})
     make(tmp_path / "data", raw)
     for name, value in lie.items():
         setattr(scoring, name, value)
     with pytest.raises(Invalid, match=words):
-        fidelity.record(f"http://127.0.0.1:{scoring.server_address[1]}", "m", TOKENIZER, tmp_path / "data", raw, tmp_path / "l.gz")
+        fidelity.record(
+            f"http://127.0.0.1:{scoring.server_address[1]}", "m", TOKENIZER, tmp_path / "data", raw, tmp_path / "l.gz"
+        )
 
 
 def test_a_server_without_log_probabilities_costs_no_accuracy(tmp_path):

@@ -31,17 +31,21 @@ def test_every_picture_is_made_and_reproducible(tmp_path):
     block = compare(native, variant, GATES)
 
     def draw(folder):
-        return [figures.heat_map(variant, "fp8-auto", folder / "heat.svg"),
-                figures.heat_map(variant, "fp8-auto", folder / "difference.svg", native),
-                figures.accuracy_by_length({"native-auto": native, "fp8-auto": variant}, folder / "length.svg"),
-                figures.flips({"fp8-auto": block, "native-auto": {"overall": None}}, folder / "flips.svg")]
+        return [
+            figures.heat_map(variant, "fp8-auto", folder / "heat.svg"),
+            figures.heat_map(variant, "fp8-auto", folder / "difference.svg", native),
+            figures.accuracy_by_length({"native-auto": native, "fp8-auto": variant}, folder / "length.svg"),
+            figures.flips({"fp8-auto": block, "native-auto": {"overall": None}}, folder / "flips.svg"),
+        ]
 
     first, second = draw(tmp_path / "a"), draw(tmp_path / "b")
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes() and b"</svg>" in one.read_bytes()
     assert "-1.00" in first[1].read_text().replace("\u2212", "-")
     assert f">{block['overall']['right_to_wrong']} <" in first[3].read_text()
-    assert (tmp_path / "a/png").parent.exists() and figures.flips({}, tmp_path / "none.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "a/png").parent.exists() and figures.flips({}, tmp_path / "none.png").read_bytes()[
+        :4
+    ] == b"\x89PNG"
 
 
 def test_unlike_grids_are_an_error():

@@ -20,25 +20,32 @@ def scores(score: float, n: int | None, family: str = "single") -> dict:
     return {"command": "python evaluate.py", "families": {family: {"512": {"score": score, "n": n}}}}
 
 
-@pytest.mark.parametrize("right, n, score, reference_n, verdict", [
-    (182, 198, 0.935, None, "pass"),     # 91.9 against 93.5: a model
-    (26, 97, 0.46, None, "fail"),        # 27 against 46: a harness
-    (26, 97, 0.46, 97, "pass"),          # 27 against 46, but either may be off by ten points
-    (54, 200, 0.46, 200, "fail"),
-    (3, 10, 0.46, None, "pass"),         # ten items cannot tell
-    (85, 100, 0.95, 100, "pass"),
-    (60, 100, 0.95, 100, "fail"),
-    (100, 100, 0.5, 100, "pass"),        # better than published is no fault
-    (0, 40, 1.0, 100, "fail"),
-])
+@pytest.mark.parametrize(
+    "right, n, score, reference_n, verdict",
+    [
+        (182, 198, 0.935, None, "pass"),  # 91.9 against 93.5: a model
+        (26, 97, 0.46, None, "fail"),  # 27 against 46: a harness
+        (26, 97, 0.46, 97, "pass"),  # 27 against 46, but either may be off by ten points
+        (54, 200, 0.46, 200, "fail"),
+        (3, 10, 0.46, None, "pass"),  # ten items cannot tell
+        (85, 100, 0.95, 100, "pass"),
+        (60, 100, 0.95, 100, "fail"),
+        (100, 100, 0.5, 100, "pass"),  # better than published is no fault
+        (0, 40, 1.0, 100, "fail"),
+    ],
+)
 def test_baseline_against_its_reference(right, n, score, reference_n, verdict):
     assert check(of("single", right, n), scores(score, reference_n), GATES)["verdict"] == verdict
 
 
 def test_many_small_cells_add_up():
     """Twelve items a cell show nothing alone; all together do."""
-    expected = {"scores": {f: {str(n): {"score": 0.9, "n": 100} for n in (512, 1024, 2048, 4096)}
-                           for f in ("single", "multi_key", "multi_value")}}
+    expected = {
+        "scores": {
+            f: {str(n): {"score": 0.9, "n": 100} for n in (512, 1024, 2048, 4096)}
+            for f in ("single", "multi_key", "multi_value")
+        }
+    }
     result = check(run(lambda f, n, i: i % 3 != 0, per_cell=12), expected, GATES)
     assert result["verdict"] == "fail" and result["cells"]["all"]["verdict"] == "fail"
     assert result["cells"]["single 512"]["verdict"] == "pass"
@@ -52,7 +59,8 @@ def test_a_list_right_to_95_percent_is_not_exactly_right():
 
 def test_reference_files_of_other_shapes():
     assert scores_of({"tracking": {"512": {"accuracy": 0.8, "n": 5, "item_accuracy": 1}}, "seed": 3}) == {
-        "variable_tracking": {512: (0.8, 5)}}
+        "variable_tracking": {512: (0.8, 5)}
+    }
     for wrong in ({"single": {"512": {"score": 91.9}}}, {"single": {"512": 0.9}}, {"command": "x"}):
         with pytest.raises(Unreadable):
             scores_of(wrong)
@@ -79,15 +87,18 @@ OPEN = compare(run(per_cell=1), run(per_cell=1), GATES)
 INVALID = compare(run(), run(status="invalid", reason="stuck"), GATES)
 
 
-@pytest.mark.parametrize("blocks, code, words", [
-    ({"fp8__auto": PASS}, 0, "gate: pass"),
-    ({"fp8__auto": PASS, "w4a16__auto": FAIL}, 3, "w4a16-auto   fail"),
-    ({"fp8__auto": PASS, "w4a16__auto": OPEN}, 4, "inconclusive"),
-    ({"fp8__auto": PASS, "w4a16__auto": INVALID}, 5, "because the variant run is invalid: stuck"),
-    ({"fp8__auto": FAIL, "w4a16__auto": INVALID, "int8__auto": OPEN}, 3, "gate: fail"),
-    ({"fp8__auto": OPEN, "w4a16__auto": INVALID}, 5, "gate: invalid"),
-    ({"fp8__auto": None}, 5, "holds no comparison"),
-])
+@pytest.mark.parametrize(
+    "blocks, code, words",
+    [
+        ({"fp8__auto": PASS}, 0, "gate: pass"),
+        ({"fp8__auto": PASS, "w4a16__auto": FAIL}, 3, "w4a16-auto   fail"),
+        ({"fp8__auto": PASS, "w4a16__auto": OPEN}, 4, "inconclusive"),
+        ({"fp8__auto": PASS, "w4a16__auto": INVALID}, 5, "because the variant run is invalid: stuck"),
+        ({"fp8__auto": FAIL, "w4a16__auto": INVALID, "int8__auto": OPEN}, 3, "gate: fail"),
+        ({"fp8__auto": OPEN, "w4a16__auto": INVALID}, 5, "gate: invalid"),
+        ({"fp8__auto": None}, 5, "holds no comparison"),
+    ],
+)
 def test_exit_codes(metrics, capsys, blocks, code, words):
     assert gate_cli.main(metrics(native__auto=NATIVE, **blocks)) == code
     assert words in capsys.readouterr().out

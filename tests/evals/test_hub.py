@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from pipeline.errors import Refused
-from pipeline.evals import hub, settings as settings_module
+from pipeline.evals import hub, hub_tasks
+from pipeline.evals import settings as settings_module
 from tests.mock_openai import Behaviour, MockServer
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "eval"
@@ -17,8 +18,9 @@ HUB = yaml.safe_load((CONF / "hub.yaml").read_text())
 
 
 def settings(*tasks: str, **changes) -> settings_module.EvalSettings:
-    return settings_module.parse(HUB | {"hub": {"tasks": tasks}, "concurrency": 2, "thinking_budget_tokens": 1000,
-                                        "lengths": [4096]} | changes)
+    return settings_module.parse(
+        HUB | {"hub": {"tasks": tasks}, "concurrency": 2, "thinking_budget_tokens": 1000, "lengths": [4096]} | changes
+    )
 
 
 def documents(task: str):
@@ -26,11 +28,17 @@ def documents(task: str):
     from datasets import Dataset
 
     rows = {
-        "graphwalks_128k": [{"prompt": f"graph {i}. End with Final Answer: [nodes]", "answer_nodes": ["a1", "b2"]} for i in (0, 1)],
-        "longbench2_graph": [{"context": f"context {i}", "question": "which?", "choices": ["p", "q", "r", "s"], "answer": answer}
-                             for i, answer in enumerate((1, 2))],
-        "niah_single_1": [{"input": f"magic text {i}", "outputs": ["1234567"], "gen_prefix": "The number is", "max_length": 4096}
-                          for i in (0, 1)],
+        "graphwalks_128k": [
+            {"prompt": f"graph {i}. End with Final Answer: [nodes]", "answer_nodes": ["a1", "b2"]} for i in (0, 1)
+        ],
+        "longbench2_graph": [
+            {"context": f"context {i}", "question": "which?", "choices": ["p", "q", "r", "s"], "answer": answer}
+            for i, answer in enumerate((1, 2))
+        ],
+        "niah_single_1": [
+            {"input": f"magic text {i}", "outputs": ["1234567"], "gen_prefix": "The number is", "max_length": 4096}
+            for i in (0, 1)
+        ],
         "babilong_qa1": [{"input": f"facts {i}", "question": "Where is Bo?", "target": "garden"} for i in (0, 1)],
     }[task]
     return {"test": Dataset.from_list(rows), "train": Dataset.from_list(rows), "qa1": Dataset.from_list(rows)}
@@ -39,16 +47,25 @@ def documents(task: str):
 @pytest.fixture
 def one_task(monkeypatch):
     """One task a benchmark, so that canned documents suffice."""
+
     def only(name: str, task: str):
-        benchmark = hub.TASKS[name]
-        monkeypatch.setitem(hub.TASKS, name, hub.Benchmark(**benchmark.__dict__ | {"tasks": (task,)}))
+        benchmark = hub_tasks.TASKS[name]
+        monkeypatch.setitem(hub_tasks.TASKS, name, hub_tasks.Benchmark(**benchmark.__dict__ | {"tasks": (task,)}))
+
     return only
 
 
 def run(tmp_path, name, answer, behaviour=None, **changes):
     with MockServer(Behaviour(max_model_len=65536, **(behaviour or {})), answer=answer) as server:
-        result = hub.evaluate(server.base_url, server.model, tmp_path, settings(name, **changes), tmp_path / "out",
-                              conditions={"checkpoint": "a"}, documents=documents)
+        result = hub.evaluate(
+            server.base_url,
+            server.model,
+            tmp_path,
+            settings(name, **changes),
+            tmp_path / "out",
+            conditions={"checkpoint": "a"},
+            documents=documents,
+        )
         rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
         return result, rows[1:], server.state.requests
 
@@ -58,9 +75,9 @@ def test_the_shipped_choices_are_valid_and_know_their_benchmarks():
         parsed = settings_module.parse(yaml.safe_load((CONF / f"{name}.yaml").read_text()))
         assert parsed.name == name
     for name in HUB["hub"]["tasks"]:
-        assert hub.configs(name, settings_module.parse(HUB))
+        assert hub_tasks.configs(name, settings_module.parse(HUB))
     with pytest.raises(Refused, match="no benchmark 'mrcr'"):
-        hub.configs("mrcr", settings_module.parse(HUB))
+        hub_tasks.configs("mrcr", settings_module.parse(HUB))
 
 
 def test_graph_walks_with_thinking_in_the_text(tmp_path):
@@ -77,8 +94,9 @@ def test_graph_walks_with_thinking_in_the_text(tmp_path):
 
 def test_a_thinking_budget_that_runs_out_is_unfinished_and_makes_the_run_invalid(tmp_path):
     """The raw reasoning holds the right answer; crediting it would be reading tea leaves."""
-    result, rows, _ = run(tmp_path, "graphwalks_128k", lambda *_: "I think\nFinal Answer: [a1, b2]",
-                          behaviour={"finish_reason": "length"})
+    result, rows, _ = run(
+        tmp_path, "graphwalks_128k", lambda *_: "I think\nFinal Answer: [a1, b2]", behaviour={"finish_reason": "length"}
+    )
     assert result["outcomes"]["unfinished"] == 2 and result["accuracy"] == 0.0
     assert [row["score"] for row in rows] == [0.0, 0.0]
     assert result["status"] == "invalid" and "unfinished" in result["reason"]
@@ -87,8 +105,12 @@ def test_a_thinking_budget_that_runs_out_is_unfinished_and_makes_the_run_invalid
 def test_multiple_choice_is_asked_as_a_question(tmp_path, one_task):
     one_task("longbench2", "longbench2_graph")
     result, rows, requests = run(
-        tmp_path, "longbench2",
-        lambda prompt, _: "<think>A or D?</think>The correct answer is (B)." if "context 0" in prompt else "Hard to say.")
+        tmp_path,
+        "longbench2",
+        lambda prompt, _: (
+            "<think>A or D?</think>The correct answer is (B)." if "context 0" in prompt else "Hard to say."
+        ),
+    )
     assert [row["outcome"] for row in rows] == ["correct", "incorrect"]
     assert [row["extraction_failed"] for row in rows] == [False, True]
     assert result["extraction_failure_rate"] == 0.5
@@ -128,9 +150,18 @@ def test_a_budget_larger_than_the_server_is_refused_before_the_first_request(tmp
         assert server.state.requests == []
 
 
-@pytest.mark.parametrize("answer, letter", [
-    ("The correct answer is (B).", "B"), ("Answer: C", "C"), ("**Answer:** (D)", "D"), ("B", "B"), ("(A)", "A"),
-    ("It is not A; the answer is C", "C"), ("A great question. I cannot tell.", "A"), ("Unclear.", None),
-])
+@pytest.mark.parametrize(
+    "answer, letter",
+    [
+        ("The correct answer is (B).", "B"),
+        ("Answer: C", "C"),
+        ("**Answer:** (D)", "D"),
+        ("B", "B"),
+        ("(A)", "A"),
+        ("It is not A; the answer is C", "C"),
+        ("A great question. I cannot tell.", "A"),
+        ("Unclear.", None),
+    ],
+)
 def test_choice(answer, letter):
-    assert hub.choice_of(answer) == letter
+    assert hub_tasks.choice_of(answer) == letter

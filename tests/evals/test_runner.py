@@ -66,7 +66,9 @@ def test_a_data_set_of_other_settings_is_refused(tmp_path):
     make(tmp_path / "data", settings())
     with MockServer(Behaviour(tokenizer=str(TOKENIZER))) as server:
         with pytest.raises(Refused, match="other settings"):
-            runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", settings(seeds=[7]), tmp_path / "out")
+            runner.evaluate(
+                server.base_url, server.model, TOKENIZER, tmp_path / "data", settings(seeds=[7]), tmp_path / "out"
+            )
 
 
 def test_a_server_that_cuts_prompts_is_invalid_at_the_first_one(tmp_path):
@@ -91,8 +93,9 @@ def test_long_prompts_cut_on_the_way_make_the_run_invalid(tmp_path, monkeypatch)
     raw = settings(items={"single": 3})
     items = make(tmp_path / "data", raw)
     by_question = {tuple(item.prompt.split()[-3:]): item for item in items}
-    with MockServer(Behaviour(tokenizer=str(TOKENIZER)),
-                    answer=lambda prompt, n: right(by_question[tuple(prompt.split()[-3:])])) as server:
+    with MockServer(
+        Behaviour(tokenizer=str(TOKENIZER)), answer=lambda prompt, n: right(by_question[tuple(prompt.split()[-3:])])
+    ) as server:
         result = runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out")
     assert result["accuracy"] == 1.0
     assert result["status"] == "invalid" and "3 prompts did not arrive as meant" in result["reason"]
@@ -139,8 +142,12 @@ def test_a_dead_server_stops_the_run_and_the_next_run_continues(tmp_path):
     items = make(tmp_path / "data", raw)
     arguments = dict(conditions={"checkpoint": "abc"}, journal_dir=tmp_path / "journal")
     with MockServer(Behaviour(tokenizer=str(TOKENIZER), die_after=12), answer=Answers(items)) as server:
-        with pytest.raises(ServerDied, match=r"died .*requests were in flight, the longest (single|multi_key)-\S+ \(384 tokens\)") as death:
-            runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out", **arguments)
+        with pytest.raises(
+            ServerDied, match=r"died .*requests were in flight, the longest (single|multi_key)-\S+ \(384 tokens\)"
+        ) as death:
+            runner.evaluate(
+                server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out", **arguments
+            )
     done = death.value.result["items_answered"]
     assert 0 < done <= 11 and death.value.exit_code == 5
     written = json.loads((tmp_path / "out/accuracy.json").read_text())
@@ -156,7 +163,9 @@ def test_a_dead_server_stops_the_run_and_the_next_run_continues(tmp_path):
 def test_a_server_that_only_looks_alive_stops_the_run(tmp_path):
     raw = settings(failures_in_a_row=5, retries=0)
     make(tmp_path / "data", raw)
-    with MockServer(Behaviour(tokenizer=str(TOKENIZER), generation_fails_after=10), answer=Answers(make(tmp_path / "data", raw))) as server:
+    with MockServer(
+        Behaviour(tokenizer=str(TOKENIZER), generation_fails_after=10), answer=Answers(make(tmp_path / "data", raw))
+    ) as server:
         with pytest.raises(ServerDied, match="5 requests in a row without an answer.*HTTP 500"):
             runner.evaluate(server.base_url, server.model, TOKENIZER, tmp_path / "data", raw, tmp_path / "out")
         assert len(server.state.requests) <= 20
@@ -167,9 +176,12 @@ def test_a_killed_run_continues_at_the_request(tmp_path):
     items = make(tmp_path / "data", raw)
     journal = tmp_path / "journal"
     with MockServer(Behaviour(tokenizer=str(TOKENIZER), first_token_s=0.05), answer=Answers(items)) as server:
-        call = (f"from pipeline.evals import runner; runner.evaluate({server.base_url!r}, {server.model!r}, {str(TOKENIZER)!r}, "
-                f"{str(tmp_path / 'data')!r}, {raw!r}, {str(tmp_path / 'out')!r}, conditions={{'checkpoint': 'a'}}, "
-                f"journal_dir={str(journal)!r})")
+        call = (
+            f"from pipeline.evals import runner; runner.evaluate({server.base_url!r}, "
+            f"{server.model!r}, {str(TOKENIZER)!r}, "
+            f"{str(tmp_path / 'data')!r}, {raw!r}, {str(tmp_path / 'out')!r}, conditions={{'checkpoint': 'a'}}, "
+            f"journal_dir={str(journal)!r})"
+        )
         child = subprocess.Popen([sys.executable, "-c", call], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until = time.monotonic() + 30
         while len(server.state.requests) < 10 and time.monotonic() < wait_until:
@@ -211,15 +223,25 @@ def test_chat_needs_no_tokenizer_here_and_counts_template_tokens(tmp_path, monke
 
 
 def test_natural_language_through_the_runner(tmp_path):
-    raw = settings(items={"single": 4, "qa": 4, "multi_value": 4}, languages=["en", "zh"], lengths=[1024], depths=[0.2, 0.8])
+    raw = settings(
+        items={"single": 4, "qa": 4, "multi_value": 4}, languages=["en", "zh"], lengths=[1024], depths=[0.2, 0.8]
+    )
     result, rows, _ = run(tmp_path, raw, rule=lambda item: f"It is {', '.join(reversed(item.targets))}, of course.")
     assert result["accuracy"] == 1.0 and result["by_language"]["zh"]["n"] == 6
 
 
 def test_a_model_that_thinks_gets_no_stop_string_and_a_budget(tmp_path):
     """The template opened the tag, so only its end shows; one answer in six is cut while still thinking."""
-    raw = settings(endpoint="chat", thinking="always", thinking_budget_tokens=200, stop=False, lengths=[768], recall_items=8,
-                   items={"single": 3, "multi_key": 3}, thresholds={"unfinished": 0.2})
+    raw = settings(
+        endpoint="chat",
+        thinking="always",
+        thinking_budget_tokens=200,
+        stop=False,
+        lengths=[768],
+        recall_items=8,
+        items={"single": 3, "multi_key": 3},
+        thresholds={"unfinished": 0.2},
+    )
     items = make(tmp_path / "data", raw)
 
     def think(item):

@@ -8,8 +8,19 @@ from statsmodels.stats.proportion import proportions_ztest
 from pipeline.stats.multiplicity import holm
 from pipeline.stats.noise import noise_floor
 from pipeline.stats.paired import (
-    Flips, bootstrap_interval, cluster_alpha, cluster_freedom, effective_flips, inferiority_p, mcnemar_exact, no_flip_bound,
-    noninferiority_p, scaled, score_statistic, tango_clustered, tango_interval,
+    Flips,
+    bootstrap_interval,
+    cluster_alpha,
+    cluster_freedom,
+    effective_flips,
+    inferiority_p,
+    mcnemar_exact,
+    no_flip_bound,
+    noninferiority_p,
+    scaled,
+    score_statistic,
+    tango_clustered,
+    tango_interval,
 )
 
 # Fagerland, Lydersen, Laake: Recommended tests and confidence intervals for paired binomial proportions, Statistics in
@@ -24,9 +35,12 @@ def test_published_intervals_and_p():
     assert tango_interval(AIRWAY, 0.025) == pytest.approx((-0.517, -0.026), abs=5e-4)
 
 
-@pytest.mark.parametrize("lost, won, n, delta", [(16, 6, 161, -0.05), (3, 0, 40, -0.1), (0, 5, 60, 0.02), (9, 9, 50, -0.3)])
+@pytest.mark.parametrize(
+    "lost, won, n, delta", [(16, 6, 161, -0.05), (3, 0, 40, -0.1), (0, 5, 60, 0.02), (9, 9, 50, -0.3)]
+)
 def test_the_constrained_estimate_is_the_maximum_of_the_likelihood(lost, won, n, delta):
     """The closed form against a search over P(lost) that knows only the trinomial likelihood."""
+
     def minus_log_likelihood(q):
         p_won, same = q + delta, 1 - 2 * q - delta
         terms = [(lost, q), (won, p_won), (n - lost - won, same)]
@@ -82,7 +96,7 @@ def test_holm():
     assert holm([]) == []
 
 
-# --- exact enumeration --------------------------------------------------------------------------------------------------
+# --- exact enumeration ---
 
 
 def pass_probability(n: int, discordance: float, loss: float, margin: float, alpha: float = 0.05) -> float:
@@ -101,10 +115,20 @@ def pass_probability(n: int, discordance: float, loss: float, margin: float, alp
     return float(weight[possible & (z > stats.norm.isf(alpha))].sum())
 
 
-@pytest.mark.parametrize("n, discordance, margin", [
-    (258, 0.06, 0.05), (258, 0.10, 0.05), (258, 0.20, 0.05), (86, 0.12, 0.10), (86, 0.20, 0.10), (86, 0.30, 0.10),
-    (1500, 0.05, 0.02), (1500, 0.10, 0.03), (6181, 0.10, 0.01),
-])
+@pytest.mark.parametrize(
+    "n, discordance, margin",
+    [
+        (258, 0.06, 0.05),
+        (258, 0.10, 0.05),
+        (258, 0.20, 0.05),
+        (86, 0.12, 0.10),
+        (86, 0.20, 0.10),
+        (86, 0.30, 0.10),
+        (1500, 0.05, 0.02),
+        (1500, 0.10, 0.03),
+        (6181, 0.10, 0.01),
+    ],
+)
 def test_false_pass_rate_at_the_margin_is_at_most_five_and_a_half_percent(n, discordance, margin):
     assert pass_probability(n, discordance, loss=margin, margin=margin) <= 0.055
 
@@ -130,7 +154,7 @@ def test_power_is_as_tabulated(n, discordance):
     assert detection_probability(n, discordance, 0.01) == pytest.approx(0.80, abs=0.03)
 
 
-# --- clusters -----------------------------------------------------------------------------------------------------------
+# --- clusters ---
 
 
 def test_independent_pairs_have_no_design_effect():
@@ -154,7 +178,9 @@ def test_errors_that_come_in_clusters_count_as_fewer():
     scattered = [place != 5 for place in range(200)]
     assert effective_flips(before, scattered, clusters)[1] == pytest.approx(20)
     # No flip at all in 20 documents proves no more than 20 answers would.
-    assert tango_clustered(before, before, clusters, 0.05)[0] == pytest.approx(-no_flip_bound(20, cluster_alpha(clusters, 0.05)))
+    assert tango_clustered(before, before, clusters, 0.05)[0] == pytest.approx(
+        -no_flip_bound(20, cluster_alpha(clusters, 0.05))
+    )
 
 
 def test_bootstrap_resamples_clusters():
@@ -168,7 +194,8 @@ def test_bootstrap_resamples_clusters():
 
 
 def test_false_pass_rate_with_clusters_by_simulation():
-    """40 documents of 4 questions that share their fate half the time; true loss at the margin.  Fixed seed, 20,000 runs.
+    """40 documents of 4 questions that share their fate half the time; true loss at the margin.  Fixed seed, 20,000
+    runs.
 
     Counting questions as independent passes too often; counting documents does not.
     """
