@@ -38,7 +38,11 @@ main()
 
 
 def by_hand(server: Server, settings: BenchSettings, seed: int, folder: Path) -> dict[str, float]:
-    """``vllm bench serve`` as a user types it; output tokens/s and median TTFT in ms."""
+    """``vllm bench serve`` as a careful user types it, warm-up included; output tokens/s and median TTFT in ms.
+
+    The tool warms up with its first prompt: at an input length of one block or less (the default here) nothing of it is
+    kept in the prefix cache, and the two sides stay comparable.
+    """
     server.reset_prefix_cache()
     concurrency = max(settings.concurrency)
     command = [
@@ -47,7 +51,8 @@ def by_hand(server: Server, settings: BenchSettings, seed: int, folder: Path) ->
         "--tokenizer", str(server.settings.model), "--dataset-name", "random",
         "--random-input-len", str(settings.input_len),
         "--random-output-len", str(settings.output_len), "--num-prompts", str(settings.prompts(concurrency)),
-        "--max-concurrency", str(concurrency), "--seed", str(seed), "--temperature", "0", "--disable-tqdm",
+        "--max-concurrency", str(concurrency), "--num-warmups",
+        str(settings.warmup_prompts(concurrency)), "--seed", str(seed), "--temperature", "0", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "by-hand.json"]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -72,6 +77,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "tiny-k3")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--waves", type=int, default=16, help="prompts of a run, times the concurrency")
     parser.add_argument("--env", default="serve-cpu")
     options = parser.parse_args()
     environment = (
@@ -104,7 +110,12 @@ def main() -> int:
             for pair in range(options.pairs):
                 # One run a side: the pairs are the repeats.
                 settings = BenchSettings(
-                    concurrency=(options.concurrency,), repeats=1, min_repeats=1, max_repeats=1, seed=pair
+                    concurrency=(options.concurrency,),
+                    num_prompts_per_concurrency=options.waves,
+                    repeats=1,
+                    min_repeats=1,
+                    max_repeats=1,
+                    seed=pair,
                 )
                 seed = settings.point_seed(0, options.concurrency)
                 if pair == 0:
