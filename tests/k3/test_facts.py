@@ -33,8 +33,8 @@ def facts(config):
 
 
 def test_parameters_equal_the_published_count(facts):
-    # 2,779,931,837,184 is what the model page counts.  The file stores A_log as 128 values a layer, of which the 96 heads
-    # use the first 96: 32 values x 69 layers are nobody's parameters.
+    # 2,779,931,837,184 is what the model page counts.  The file stores A_log as 128 values a layer, of which the 96
+    # heads use the first 96: 32 values x 69 layers are nobody's parameters.
     assert 2_779_931_837_184 - facts.parameters == 32 * 69
 
 
