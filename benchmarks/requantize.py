@@ -15,8 +15,9 @@ look-up, with
 damage).
 
 `mparam_s` is our job's speed; ratios are theirs / ours of the medians; `ratio_cp` is our job's time over that of `cp`
-of the output. `workers2_ratio`: one worker's time over two workers' (four shards, as many cores as there are).
-`--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
+of the output. The `_cpu` ratios compare CPU seconds instead of wall seconds, for a machine that does other work
+meanwhile. `workers2_ratio`: one worker's time over two workers' (four shards, as many cores as there are). `--memory`
+adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def encoded(rows: int, columns: int, seed: int):
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((rows, columns), np.float32) * np.float32(0.02)
     weight *= np.exp(0.5 * rng.standard_normal((rows, 1), np.float32))
-    weight *= np.exp(0.3 * rng.standard_normal((1, columns), np.float32))
+    weight *= np.exp(0.5 * rng.standard_normal((1, columns), np.float32))
     groups = weight.reshape(rows, columns // 32, 32)
     exponent = np.frexp(np.abs(groups).max(-1))[1] - 3
     scaled = np.abs(groups) * np.ldexp(np.float32(1), -exponent)[..., None]
@@ -110,8 +111,18 @@ def write_source(directory: Path, experts: int, shards: int) -> Path:
 # -- one measurement, in a process of its own --------------------------------------------------------------------------
 
 
-def our_cast(source: Path, recipe: dict) -> float:
-    """Seconds to re-encode all experts from memory to memory."""
+class Timer:
+    """Wall and CPU seconds since it was made: on a machine that others use too, CPU seconds compare better."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), sum(os.times()[:4])
+
+    def stop(self) -> dict[str, float]:
+        return {"seconds": time.perf_counter() - self.wall, "cpu_s": sum(os.times()[:4]) - self.cpu}
+
+
+def our_cast(source: Path, recipe: dict) -> dict[str, float]:
+    """Re-encode all experts from memory to memory."""
     import numpy as np
 
     from pipeline.checkpoint import Checkpoint
@@ -127,13 +138,13 @@ def our_cast(source: Path, recipe: dict) -> float:
             inputs.append([np.frombuffer(checkpoint.read(n), np.uint8).reshape(rows, -1).copy() for n in (name, scale)])
     outs = [np.zeros(packed.size * 2, np.uint8) for packed, _ in inputs[:3]]
     scheme.from_mxfp4(*inputs[0], out=outs[0])
-    started = time.perf_counter()
+    timer = Timer()
     for number, (packed, exponents) in enumerate(inputs):
         scheme.from_mxfp4(packed, exponents, out=outs[number % 3])
-    return time.perf_counter() - started
+    return timer.stop()
 
 
-def their_cast(source: Path, preset: str, group_size: int | None) -> float:
+def their_cast(source: Path, preset: str, group_size: int | None) -> dict[str, float]:
     """The same by llm-compressor's converters, expert by expert."""
     dequantizer, quantizer = _stock(source, preset, group_size)
     import torch
@@ -146,10 +157,10 @@ def their_cast(source: Path, preset: str, group_size: int | None) -> float:
                 experts.setdefault(name.rpartition(".w")[0], {})[name] = shard.get_tensor(name).clone()
     first, *rest = experts.values()
     quantizer.process(dequantizer.process(dict(first)))
-    started = time.perf_counter()
+    timer = Timer()
     for tensors in (first, *rest):
         quantizer.process(dequantizer.process(dict(tensors)))
-    return time.perf_counter() - started
+    return timer.stop()
 
 
 def _stock(source: Path, preset: str, group_size: int | None):
@@ -166,20 +177,20 @@ def _stock(source: Path, preset: str, group_size: int | None):
     return CompressedTensorsDequantizer(source), ModelFreePtqConverter(validate_config(None, scheme, []))
 
 
-def our_job(source: Path, target: Path, recipe: dict, workers: int) -> float:
-    """Seconds of a whole run."""
+def our_job(source: Path, target: Path, recipe: dict, workers: int) -> dict[str, float]:
+    """A whole run."""
     import numpy as np
 
     from pipeline.quant import Recipe, engine, schemes
 
     made = Recipe.from_params(recipe)
     schemes.of_recipe(made).from_mxfp4(np.zeros((128, 64), np.uint8), np.full((128, 4), 120, np.uint8))
-    started = time.perf_counter()
+    timer = Timer()
     engine.requantize(source, target, made, workers=workers)
-    return time.perf_counter() - started
+    return timer.stop()
 
 
-def their_job(source: Path, target: Path, preset: str, group_size: int | None) -> float:
+def their_job(source: Path, target: Path, preset: str, group_size: int | None) -> dict[str, float]:
     """The same by ``model_free_ptq``."""
     dequantizer, _ = _stock(source, preset, group_size)
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -188,9 +199,9 @@ def their_job(source: Path, target: Path, preset: str, group_size: int | None) -
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if group_size:
         scheme.weights.group_size = group_size
-    started = time.perf_counter()
+    timer = Timer()
     model_free_ptq(source, target, scheme=scheme, ignore=[], max_workers=1, device="cpu", converter=dequantizer)
-    return time.perf_counter() - started
+    return timer.stop()
 
 
 def child(task: dict) -> None:
@@ -199,15 +210,14 @@ def child(task: dict) -> None:
     os.sched_setaffinity(0, cores if task.get("workers", 1) > 1 else cores[:1])
     source, target = Path(task["source"]), Path(task["target"])
     recipe, preset, group_size = SCHEMES[task["scheme"]]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = {
+    times = {
         "our cast": lambda: our_cast(source, recipe),
         "their cast": lambda: their_cast(source, preset, group_size),
         "our job": lambda: our_job(source, target, recipe, task.get("workers", 1)),
         "their job": lambda: their_job(source, target, preset, group_size),
     }[task["what"]]()
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps({"seconds": seconds, "peak_rss_mb": peak / 1024, "rss_at_start_mb": before / 1024}))
+    print(json.dumps(times | {"peak_rss_mb": peak / 1024}))
 
 
 def measure(what: str, scheme: str, source: Path, target: Path, workers: int = 1) -> dict:
@@ -227,7 +237,7 @@ def copy_seconds(directory: Path, copy: Path) -> float:
     """Seconds of ``cp -r`` of a directory."""
     shutil.rmtree(copy, ignore_errors=True)
     started = time.perf_counter()
-    subprocess.run(["taskset", "-c", str(min(os.sched_getaffinity(0))), "cp", "-r", directory, copy], check=True)
+    subprocess.run(["taskset", "-c", str(min(os.sched_getaffinity(0))), "cp", "-r", "--reflink=never", directory, copy], check=True)
     seconds = time.perf_counter() - started
     shutil.rmtree(copy)
     return seconds
@@ -248,12 +258,15 @@ def compare(scheme: str, folder: Path, source: Path, weights: int, repeats: int)
         shown = ", ".join(f"{what} {results[-1]['seconds']:.2f} s" for what, results in runs.items())
         print(f"{scheme} {number + 1}/{repeats}: {shown}, cp {copies[-1]:.2f} s", flush=True)
     median = {what: statistics.median(run["seconds"] for run in results) for what, results in runs.items()}
+    cpu = {what: statistics.median(run["cpu_s"] for run in results) for what, results in runs.items()}
     return {
         "mparam_s": round(weights / median["our job"] / 1e6, 1),
         "cast_mparam_s": round(weights / median["our cast"] / 1e6, 1),
         "reference_mparam_s": round(weights / median["their job"] / 1e6, 1),
         "ratio_cast": round(median["their cast"] / median["our cast"], 1),
         "ratio_job": round(median["their job"] / median["our job"], 1),
+        "ratio_cast_cpu": round(cpu["their cast"] / cpu["our cast"], 1),
+        "ratio_job_cpu": round(cpu["their job"] / cpu["our job"], 1),
         "peak_rss_mb": round(max(run["peak_rss_mb"] for run in runs["our job"]), 1),
         "reference_peak_rss_mb": round(max(run["peak_rss_mb"] for run in runs["their job"]), 1),
         "ratio_cp": round(median["our job"] / statistics.median(copies), 2),

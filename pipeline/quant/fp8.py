@@ -39,6 +39,7 @@ def _tables(scale: str) -> tables.Tables:
         largest_offset=24,
         exact_offset=exact,
         zero_scale=zero,
+        exact_rule=tables.BY_E4M3,
     )
 
 

@@ -41,6 +41,7 @@ def _tables(scale: str) -> tables.Tables:
         largest_offset=12,
         exact_offset=exact,
         zero_scale=zero,
+        exact_rule=tables.BY_INT8,
     )
 
 

@@ -1,5 +1,8 @@
 """The inner loops, compiled by numba: one table look-up for two weights, and exact counting of what changed.
 
+Where a region is exact, E4M3 and INT8 need no table: eight weights at a time by integer arithmetic on 64-bit words,
+which compilers vectorize.
+
 All loops release the GIL and write into buffers of the caller, so memory stays flat.
 """
 
@@ -9,13 +12,15 @@ import numpy as np
 from numba import njit
 
 from pipeline.checkpoint.numbers import E8M0_BIAS
-from pipeline.quant.tables import ERROR_FRACTION_BITS, EXACT, INEXACT_BITS, PEAK_1, PEAK_1_5, SMALLEST_OFFSET
+from pipeline.quant.tables import BY_E4M3, BY_TABLE, ERROR_FRACTION_BITS, EXACT, INEXACT_BITS, PEAK_1, PEAK_1_5, SMALLEST_OFFSET
 
 EMPTY = -(1 << 20)  # "no non-zero weight here"; far below every exponent
 INEXACT_MASK = np.uint64((1 << INEXACT_BITS) - 1)
 ERROR_SHIFT = np.uint64(INEXACT_BITS)
 ONES = np.uint64(0x1111111111111111)
+BYTES = np.uint64(0x0101010101010101)
 ONE, TWO = np.uint64(1), np.uint64(2)
+POWER_OF_2 = 2.0 ** (np.arange(256) - float(E8M0_BIAS))
 POWER_OF_4 = 4.0 ** (np.arange(256) - float(E8M0_BIAS))
 ERROR_UNIT = 2.0**-ERROR_FRACTION_BITS
 
@@ -78,37 +83,140 @@ def regions(words, exponents, region_rows, region_groups, peak, lowest, highest)
             highest[r, c] = max(highest[r, c], exponent)
 
 
+@njit(inline="always")
+def spread_nibbles(word):
+    """The eight 4-bit codes of a 32-bit word, one a byte, in order."""
+    word = (word | (word << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    word = (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    return (word | (word << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+
+
 @njit(nogil=True, cache=True)
-def look_up(packed, exponents, region_rows, region_groups, peak, lowest, out_table, statistics, exact_offset, out):
-    """Fill ``out`` [rows, columns/2] and return (inexact weights, squared error in units of the weights squared)."""
-    rows, groups = exponents.shape
-    last = out_table.shape[1] - 1
+def settle(peak, lowest, highest, exact_offset, unit_scale, zero_scale, region_class, scale):
+    """Per region: its class and its scale.  Returns (lowest exponent, highest exponent, largest spread) of all that
+    are not zero.
+
+    peak, lowest, highest int32 as :func:`regions` left them; region_class uint8, scale float32, all of one shape.
+    """
+    low, high, spread = -EMPTY, EMPTY, 0
+    for r in range(peak.shape[0]):
+        for c in range(peak.shape[1]):
+            key = peak[r, c]
+            if key == EMPTY:
+                region_class[r, c], scale[r, c] = EXACT, zero_scale
+                continue
+            low, high = min(low, lowest[r, c]), max(high, highest[r, c])
+            spread = max(spread, highest[r, c] - lowest[r, c])
+            top = key >> 1
+            if top - lowest[r, c] <= exact_offset:
+                which = EXACT
+            else:
+                which = PEAK_1_5 if key & 1 else PEAK_1
+            region_class[r, c] = which
+            scale[r, c] = unit_scale[which] * POWER_OF_2[min(max(top + E8M0_BIAS, 0), 255)]
+    return low, high, spread
+
+
+@njit(nogil=True, cache=True)
+def offsets(exponents, region_rows, peak, largest_offset, offset):
+    """Per group: its exponent's distance from its region's peak, clamped to the tables' range; offset int8, like
+    exponents.
+    """
+    rows, columns = exponents.shape[0], peak.shape[1]
+    width = exponents.shape[1] // columns
+    for row in range(rows):
+        for c in range(columns):
+            top = np.int64(peak[row // region_rows, c] >> 1) + E8M0_BIAS
+            for group in range(c * width, (c + 1) * width):
+                offset[row, group] = min(max(top - exponents[row, group], SMALLEST_OFFSET), largest_offset)
+
+
+@njit(nogil=True, cache=True)
+def exact_e4m3(words, offset, out):
+    """One row of E2M1 codes as E4M3 bytes of ``code * 2^(8 - offset)``; offsets of at most 13 (of groups that are not
+    zero).
+
+    There all results are normal numbers.  An E2M1 code c >= 2 has its exponent and mantissa bits where E4M3 wants
+    them, two places lower: the byte is ``4 * c`` plus the difference of the exponents.  0.5 (code 1) is subnormal in
+    E2M1 and normal here; 0 is 0 in both.  words [columns/8] uint32, offset [columns/32] int8, out [columns/8] uint64
+    (eight bytes each).
+    """
+    for group in range(offset.shape[0]):
+        bias = BYTES * (np.uint64(14 - np.int64(offset[group])) << np.uint64(3))
+        for j in range(4 * group, 4 * group + 4):
+            codes = spread_nibbles(np.uint64(words[j]))
+            magnitude = codes & (BYTES * np.uint64(7))
+            some = ((magnitude + BYTES * np.uint64(0x7F)) >> np.uint64(7)) & BYTES
+            normal = ((magnitude + BYTES * np.uint64(0x7E)) >> np.uint64(7)) & BYTES
+            exponent = ((some << np.uint64(8)) - some) & bias
+            sign = (codes & (BYTES * np.uint64(8))) << np.uint64(4)
+            out[j] = ((magnitude << TWO) + exponent - ((some ^ normal) << TWO)) | sign
+
+
+@njit(nogil=True, cache=True)
+def exact_int8(words, offset, out):
+    """One row of E2M1 codes as INT8 bytes of ``code * 2^(6 - offset)``; offsets of at most 5, where all are integers.
+    """
+    for group in range(offset.shape[0]):
+        shift = np.uint64(5 - min(np.int64(offset[group]), 5))  # an all-zero group may lie anywhere
+        for j in range(4 * group, 4 * group + 4):
+            codes = spread_nibbles(np.uint64(words[j]))
+            magnitude = codes & (BYTES * np.uint64(7))
+            bit0, bit1, bit2 = magnitude & BYTES, (magnitude >> ONE) & BYTES, (magnitude >> TWO) & BYTES
+            # twice the codes' values: 0, 1, 2, 3, 4, 6, 8, 12
+            value = magnitude + (bit2 & bit0) + ((bit2 & bit1) << ONE) + ((bit2 & bit1 & bit0) << ONE)
+            value = value << shift
+            negative = (codes >> np.uint64(3)) & ((magnitude + BYTES * np.uint64(0x7F)) >> np.uint64(7)) & BYTES
+            # two's complement byte by byte; never of 0, which would carry into the next
+            out[j] = (value ^ ((negative << np.uint64(8)) - negative)) + negative
+
+
+@njit(nogil=True, cache=True)
+def row_is_exact(packed, offset, region_class, limit):
+    """Whether all regions of a row are exact and all groups that are not zero have offsets of at most ``limit``."""
+    for c in range(region_class.shape[0]):
+        if region_class[c] != EXACT:
+            return False
+    for group in range(offset.shape[0]):
+        if offset[group] > limit:
+            for j in range(16 * group, 16 * group + 16):
+                if packed[j] & 0x77:
+                    return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def convert(packed, exponents, region_rows, offset, region_class, out_table, statistics, rule, out, out_words):
+    """Fill ``out`` [rows, columns/2] and return (inexact weights, squared error in units of the weights squared).
+
+    ``rule`` BY_E4M3 or BY_INT8 computes exact rows eight weights at a time instead of looking them up, into
+    ``out_words`` [rows, columns/8] uint64, the same memory as ``out``.
+    """
+    words = packed.view(np.uint32)
+    columns = region_class.shape[1]
+    width = offset.shape[1] // columns
+    limit = 13 if rule == BY_E4M3 else 5
     inexact = np.int64(0)
     error = 0.0
-    for row in range(rows):
+    for row in range(packed.shape[0]):
         r = row // region_rows
-        for group in range(groups):
-            c = group // region_groups
-            key = peak[r, c]
-            exponent = np.int32(exponents[row, group]) - E8M0_BIAS
-            top = key >> 1
-            offset = min(max(top - exponent - SMALLEST_OFFSET, 0), last)
-            start = 16 * group
-            if top - lowest[r, c] <= exact_offset:
-                table = out_table[EXACT, offset]
-                for j in range(start, start + 16):
-                    out[row, j] = table[packed[row, j]]
-                continue
-            which = PEAK_1_5 if key & 1 else PEAK_1
-            table = out_table[which, offset]
-            words = statistics[which, offset]
-            total = np.uint64(0)
-            for j in range(start, start + 16):
-                byte = packed[row, j]
-                out[row, j] = table[byte]
-                total += words[byte]
-            inexact += np.int64(total & INEXACT_MASK)
-            error += np.float64(total >> ERROR_SHIFT) * ERROR_UNIT * POWER_OF_4[exponents[row, group]]
+        if rule != BY_TABLE and row_is_exact(packed[row], offset[row], region_class[r], limit):
+            if rule == BY_E4M3:
+                exact_e4m3(words[row], offset[row], out_words[row])
+            else:
+                exact_int8(words[row], offset[row], out_words[row])
+            continue
+        for c in range(columns):
+            for group in range(c * width, (c + 1) * width):
+                table = out_table[region_class[r, c], offset[row, group] - SMALLEST_OFFSET]
+                counts = statistics[region_class[r, c], offset[row, group] - SMALLEST_OFFSET]
+                total = np.uint64(0)
+                for j in range(16 * group, 16 * group + 16):
+                    byte = packed[row, j]
+                    out[row, j] = table[byte]
+                    total += counts[byte]
+                inexact += np.int64(total & INEXACT_MASK)
+                error += np.float64(total >> ERROR_SHIFT) * ERROR_UNIT * POWER_OF_4[exponents[row, group]]
     return inexact, error
 
 

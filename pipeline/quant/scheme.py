@@ -15,7 +15,7 @@ from pipeline.checkpoint import numbers
 from pipeline.errors import Refused
 from pipeline.quant import kernels
 from pipeline.quant.damage import Damage
-from pipeline.quant.tables import EXACT, PEAK_1, PEAK_1_5, Tables
+from pipeline.quant.tables import Tables
 
 # Group exponents outside are decoded and rounded as floats: there bf16 arithmetic meets subnormals and infinity, and
 # the
@@ -123,23 +123,23 @@ class RegionScheme:
         shape = (rows // self.region_rows, groups // region_groups)
         peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
         kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
-        full = peak != kernels.EMPTY
-        if full.any() and (lowest[full].min() < -SAFE_EXPONENT or highest.max() > SAFE_EXPONENT):
-            return self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
         tables = self.tables
+        region_class, scale = np.empty(shape, np.uint8), np.empty(shape, np.float32)
+        low, high, spread = kernels.settle(
+            peak, lowest, highest, tables.exact_offset, tables.unit_scale, tables.zero_scale, region_class, scale
+        )
+        if low <= high and (low < -SAFE_EXPONENT or high > SAFE_EXPONENT):
+            return self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
+        offset = np.empty((rows, groups), np.int8)
+        kernels.offsets(exponents, self.region_rows, peak, tables.largest_offset, offset)
         shape = (rows, groups * 16)
         out = np.empty(shape, tables.out.dtype) if out is None else _view(out, shape, tables.out.dtype)
-        inexact, error = kernels.look_up(
-            packed, exponents, self.region_rows, region_groups, peak, lowest, tables.out, tables.statistics,
-            tables.exact_offset, out,
+        inexact, error = kernels.convert(
+            packed, exponents, self.region_rows, offset, region_class, tables.out, tables.statistics, tables.exact_rule,
+            out, out.view(np.uint64),
         )  # fmt: skip
         signal = kernels.signal_power(packed, exponents, SQUARES)
-        top = peak >> 1
-        which = np.where(top - lowest <= tables.exact_offset, EXACT, np.where(peak & 1, PEAK_1_5, PEAK_1))
-        scale = np.where(full, np.ldexp(tables.unit_scale[which], np.where(full, top, 0)), tables.zero_scale)
-        spread = int((highest - lowest)[full].max()) if full.any() else 0
-        damage = Damage(rows * groups * 32, inexact, error, signal, spread)
-        return Converted(out, scale.astype(np.float32), damage)
+        return Converted(out, scale, Damage(rows * groups * 32, inexact, error, signal, spread))
 
     def from_float(self, x: np.ndarray, dtype: str) -> Converted:
         """Round float32 values ``x [rows, columns]`` that were stored as ``dtype`` (BF16, F16 or F32), whole regions.

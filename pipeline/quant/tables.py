@@ -18,6 +18,7 @@ from pipeline.checkpoint.numbers import E2M1, codes_of_bytes
 
 SMALLEST_OFFSET = -1  # a group whose largest code is 0.5 lies one below its own exponent
 EXACT, PEAK_1, PEAK_1_5 = range(3)
+BY_TABLE, BY_E4M3, BY_INT8 = range(3)  # how the kernel fills exact regions
 
 # One statistics word per table entry; a group of 32 weights (16 bytes) adds 16 of them without overflow.
 INEXACT_BITS = 6
@@ -38,6 +39,7 @@ class Tables:
     unit_scale: np.ndarray
     exact_offset: int
     zero_scale: float
+    exact_rule: int
 
     @property
     def largest_offset(self) -> int:
@@ -55,11 +57,12 @@ def build(
     largest_offset: int,
     exact_offset: int,
     zero_scale: float,
+    exact_rule: int = BY_TABLE,
 ) -> Tables:
     """Tables of one scheme.
 
     ``unit_scales``: scale of a region of each class with ``P = 0``; must be exact float32.
-    ``quantizer``: maps float32 quotients' numerators ``(x, scale)`` -- see :func:`quotients` -- to (stored, decoded)
+    ``quantizer``: XX
     arrays. ``pack``: maps stored values ``[..., 2]`` of the two weights of a byte to one output word.
     ``largest_offset``: beyond it every weight rounds to zero, so larger offsets share its entry.
     """
@@ -85,6 +88,7 @@ def build(
         np.asarray(unit_scales, np.float64),
         exact_offset,
         zero_scale,
+        exact_rule,
     )
 
 
