@@ -64,7 +64,9 @@ def server(native, tmp_path_factory):
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "4",
         "--kv-cache-memory-bytes", str(32 << 20), "--worker-extension-cls", MEMORY_REPORT,
     ]  # fmt: skip
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }  # fmt: skip
     with log.open("w") as sink:
         process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
     try:
