@@ -42,11 +42,10 @@ class Reader:
         if start > self._hashed:
             self._hash_up_to(start)
         self._fill(start, buffer)
-        if start <= self._hashed < start + buffer.size:
-            fresh = buffer[self._hashed - start :]
-            self._digest.update(fresh)
-            self._hashed += fresh.size
-            self._progress(fresh.size)
+        if start == self._hashed:  # else it was hashed on the way to something behind it
+            self._digest.update(buffer)
+            self._hashed += buffer.size
+            self._progress(buffer.size)
 
     def finish(self) -> str:
         """Hash what was not read, close, and return the file's SHA-256."""

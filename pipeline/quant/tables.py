@@ -62,8 +62,8 @@ def build(
     """Tables of one scheme.
 
     ``unit_scales``: scale of a region of each class with ``P = 0``; must be exact float32.
-    ``quantizer``: XX
-    arrays. ``pack``: maps stored values ``[..., 2]`` of the two weights of a byte to one output word.
+    ``quantizer``: maps float32 weights and their scale to (stored, decoded) arrays.
+    ``pack``: maps stored values ``[..., 2]`` of the two weights of a byte to one output word.
     ``largest_offset``: beyond it every weight rounds to zero, so larger offsets share its entry.
     """
     offsets = np.arange(SMALLEST_OFFSET, largest_offset + 1)

@@ -282,6 +282,18 @@ def test_power_of_two_scales_are_checked_where_a_recipe_promised_them(checkpoint
     assert found.tensor == W1 + ".weight_scale" and "1 of 128" in found.message
 
 
+def test_modules_may_be_named_exactly_instead_of_by_pattern(checkpoint):
+    directory = checkpoint("fp8")
+    up = [PREFIX + f"layers.{layer}.block_sparse_moe.routed_expert_up_proj" for layer in (1, 2, 3)]
+    experts = [EXPERT.format(layer=l, expert=e, name=n) for l in (1, 2, 3) for e in range(4) for n in ("w1", "w2", "w3")]
+    quantization(lambda q: q["config_groups"]["group_0"].update(targets=experts))(directory)
+    quantization(lambda q: q["ignore"].append(up[0]))(directory)
+    assert lint(directory) == []
+    quantization(lambda q: q["ignore"].append("layers.9.nothing"))(directory)
+    quantization(lambda q: q["config_groups"]["group_0"].update(targets=experts[1:]))(directory)
+    assert {finding.rule for finding in lint(directory)} >= {"ignore-unmatched", "quantized-not-declared"}
+
+
 def test_all_findings_are_listed_not_the_first(checkpoint):
     directory = checkpoint("fp8")
     for expert in range(fixtures.EXPERTS):

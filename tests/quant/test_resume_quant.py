@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from pipeline import files
 from pipeline.checkpoint import manifest
 from pipeline.quant import Recipe, engine, streaming
 from tests.checkpoint import fixtures
@@ -93,6 +94,9 @@ def test_kill_9_at_random_moments(k3, uninterrupted, tmp_path, workers):
             continue
         caught += 1
         done = recorded(target)
+        whole = {entry["name"]: entry["sha256"] for entry in uninterrupted}
+        for path in (target.parent / f".{target.name}.partial" / engine.OUTPUT).glob("*.safetensors"):
+            assert files.sha256_file(path) == whole[path.name], "a half-written shard has its final name"
         assert len(lines) - len(done) <= workers, "more than the shards in flight were lost"
         report = engine.requantize(k3, target, RECIPE)
         assert report["files"] == uninterrupted
