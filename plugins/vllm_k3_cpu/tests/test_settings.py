@@ -16,7 +16,7 @@ def test_settings_are_restored_even_when_the_platform_raises(monkeypatch):
         "parallel_config": {"distributed_executor_backend": "uni"},
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in asked.items()})
-    with pytest.raises(RuntimeError, match="platform"), settings._kept(config):
+    with pytest.raises(RuntimeError, match="platform"), settings._KeptSettings(config):
         config.cache_config.__dict__.update(block_size=16, enable_prefix_caching=False, mamba_ssm_cache_dtype="float32")
         config.scheduler_config.__dict__.update(enable_chunked_prefill=False, max_num_batched_tokens=1)
         config.parallel_config.distributed_executor_backend = "mp"

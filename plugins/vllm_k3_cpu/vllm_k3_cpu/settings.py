@@ -26,7 +26,7 @@ def install() -> None:
     def check_and_update_config(cls, vllm_config):
         if is_k3(vllm_config.model_config):
             _check_k3(vllm_config)
-            with _kept(vllm_config):
+            with _KeptSettings(vllm_config):
                 original(cls, vllm_config)
             _run_eagerly(vllm_config)
         else:
@@ -59,7 +59,7 @@ def _check_k3(vllm_config) -> None:
         raise ValueError(f"Kimi K3 on CPU computes in bfloat16 or float32, not {model.dtype}: pass --dtype bfloat16.")
 
 
-class _kept:
+class _KeptSettings:
     """Restore the user's cache and scheduler settings, and how processes are made, after the platform's changes.
 
     One rank needs no worker process of its own beside the engine core (vLLM makes one so that it can set OpenMP's
