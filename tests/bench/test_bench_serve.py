@@ -54,7 +54,7 @@ def checkpoint(tmp_path):
     """What the client reads of a checkpoint: its tokenizer."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)
     (folder / "model.safetensors").write_bytes(b"\0" * 1000)
     return folder
