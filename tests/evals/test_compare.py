@@ -9,6 +9,7 @@ from pipeline.errors import Unreadable
 from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run, load_run
 from pipeline.evals.settings import GateSettings
+from pipeline.stats.paired import no_flip_bound
 
 FAMILIES = ("single", "multi_key", "multi_value", "multi_query", "ordered_recall")
 LENGTHS = (512, 1024, 2048, 4096)
@@ -60,6 +61,22 @@ def test_equal_runs_pass():
     )
     assert set(result["by_length"]) == {"512", "1024", "2048", "4096"}
     assert result["long_output"]["n"] == 80
+
+
+def test_equal_runs_are_bounded_by_their_number_not_declared_equal():
+    overall = compare(run(), run(), GATES)["overall"]
+    assert overall["bootstrap"] == [0, 0]
+    assert overall["lower"] == pytest.approx(-no_flip_bound(400, 0.05)) == -overall["upper"]
+    assert compare(run(per_cell=2), run(per_cell=2), GATES)["verdict"] == "inconclusive"
+
+
+def test_p_values_of_many_cells_are_adjusted():
+    result = compare(run(), run(lambda f, n, i: n != 4096 or i % 3), GATES)
+    cells = [*result["by_length"].values(), result["long_output"]]
+    smallest = min(cells, key=lambda cell: cell["inferiority_p"])
+    assert smallest["inferiority_p_holm"] == pytest.approx(len(cells) * smallest["inferiority_p"])
+    assert all(cell["inferiority_p_holm"] >= cell["inferiority_p"] for cell in cells)
+    assert result["overall"]["inferiority_p_holm"] == result["overall"]["inferiority_p"]
 
 
 def test_plain_harm_fails():

@@ -155,3 +155,9 @@ def test_lexicon_asked_of_a_model_without_one_is_refused(tmp_path):
 def test_wrong_settings_are_refused_by_name(wrong, message):
     with pytest.raises(Refused, match=message):
         settings_module.parse(settings(**wrong))
+
+
+def test_a_chat_prompt_begins_with_one_bos(tokenizer):
+    """The template writes BOS itself; the tokenizer must not add another."""
+    assert tokenizer.count(" tiki = 123 ;", chat=True) == tokenizer.count(" tiki = 123 ;")
+    assert tokenizer.bos_count([1, 1, 5]) == 2
