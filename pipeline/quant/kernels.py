@@ -136,10 +136,10 @@ def exact_e4m3(words, offset, out):
     """One row of E2M1 codes as E4M3 bytes of ``code * 2^(8 - offset)``; offsets of at most 13 (of groups that are not
     zero).
 
-    There all results are normal numbers.  An E2M1 code c >= 2 has its exponent and mantissa bits where E4M3 wants
-    them, two places lower: the byte is ``4 * c`` plus the difference of the exponents.  0.5 (code 1) is subnormal in
-    E2M1 and normal here; 0 is 0 in both.  words [columns/8] uint32, offset [columns/32] int8, out [columns/8] uint64
-    (eight bytes each).
+    There all results are normal numbers (an all-zero group may have any offset).  An E2M1 code c >= 2 has its
+    exponent and mantissa bits where E4M3 wants them, two places lower: the byte is ``4 * c`` plus the difference of
+    the exponents.  0.5 (code 1) is subnormal in E2M1 and normal here; 0 is 0 in both.  words [columns/8] uint32,
+    offset [columns/32] int8, out [columns/8] uint64 (eight bytes each).
     """
     for group in range(offset.shape[0]):
         bias = BYTES * (np.uint64(14 - np.int64(offset[group])) << np.uint64(3))
@@ -172,16 +172,11 @@ def exact_int8(words, offset, out):
 
 
 @njit(nogil=True, cache=True)
-def row_is_exact(packed, offset, region_class, limit):
-    """Whether all regions of a row are exact and all groups that are not zero have offsets of at most ``limit``."""
+def all_exact(region_class):
+    """Whether all regions of a row are exact."""
     for c in range(region_class.shape[0]):
         if region_class[c] != EXACT:
             return False
-    for group in range(offset.shape[0]):
-        if offset[group] > limit:
-            for j in range(16 * group, 16 * group + 16):
-                if packed[j] & 0x77:
-                    return False
     return True
 
 
@@ -195,12 +190,11 @@ def convert(packed, exponents, region_rows, offset, region_class, out_table, sta
     words = packed.view(np.uint32)
     columns = region_class.shape[1]
     width = offset.shape[1] // columns
-    limit = 13 if rule == BY_E4M3 else 5
     inexact = np.int64(0)
     error = 0.0
     for row in range(packed.shape[0]):
         r = row // region_rows
-        if rule != BY_TABLE and row_is_exact(packed[row], offset[row], region_class[r], limit):
+        if rule != BY_TABLE and all_exact(region_class[r]):
             if rule == BY_E4M3:
                 exact_e4m3(words[row], offset[row], out_words[row])
             else:

@@ -29,9 +29,9 @@ ERROR_FRACTION_BITS = 46  # sum of error^2 <= 32 * 36 < 2^11: 57 bits
 class Tables:
     """``out[class, offset + 1, byte]``, ``statistics`` alike, and ``unit_scale[class]`` (the scale where ``P = 0``).
 
-    A region is of class EXACT where its largest offset is at most ``exact_offset``: no weight changes and nothing needs
-    counting.  Else its class says whether its peak is ``2^P`` or ``1.5 * 2^P``.  ``zero_scale`` is the scale of an
-    all-zero region.
+    A region is of class EXACT where its largest offset is at most ``exact_offset``: no weight changes, and
+    ``exact_rule`` says how the kernel may compute it without the table.  Else its class says whether its peak is
+    ``2^P`` or ``1.5 * 2^P``.  ``zero_scale`` is the scale of an all-zero region.
     """
 
     out: np.ndarray

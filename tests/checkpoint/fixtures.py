@@ -146,9 +146,9 @@ def k3_tensors(seed: int = 0, spread: int = 3, packed: bool = True) -> Tensors:
     return tensors
 
 
-def save(path: Path, tensors: Tensors) -> None:
-    """Write one safetensors file."""
-    order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
+def save(path: Path, tensors: Tensors, order: list[str] | None = None) -> None:
+    """Write one safetensors file, wide items first as the reference library does, or in the given order."""
+    order = order or sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
     header, position = {}, 0
     for name in order:
         dtype, data = tensors[name]
