@@ -16,8 +16,8 @@ damage).
 
 `mparam_s` is our job's speed; ratios are theirs / ours of the medians; `ratio_cp` is our job's time over that of `cp`
 of the output. The `_cpu` ratios compare CPU seconds instead of wall seconds, for a machine that does other work
-meanwhile. `workers2_ratio`: one worker's time over two workers' (four shards, as many cores as there are). `--memory`
-adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
+meanwhile. `workers2_ratio`: one worker's time over two workers' (eight shards, four times the experts, as many cores
+as there are). `--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def copy_seconds(directory: Path, copy: Path) -> float:
     """Seconds of ``cp -r`` of a directory."""
     shutil.rmtree(copy, ignore_errors=True)
     started = time.perf_counter()
-    subprocess.run(["taskset", "-c", str(min(os.sched_getaffinity(0))), "cp", "-r", "--reflink=never", directory, copy], check=True)
+    core = str(min(os.sched_getaffinity(0)))
+    subprocess.run(["taskset", "-c", core, "cp", "-r", "--reflink=never", directory, copy], check=True)
     seconds = time.perf_counter() - started
     shutil.rmtree(copy)
     return seconds
@@ -273,12 +274,14 @@ def compare(scheme: str, folder: Path, source: Path, weights: int, repeats: int)
     }
 
 
-def workers_ratio(folder: Path, source: Path, repeats: int) -> float:
-    """One worker's time over two workers'."""
+def workers_ratio(folder: Path, experts: int, repeats: int) -> float:
+    """One worker's time over two workers', on eight shards: long enough that starting processes does not show."""
+    source = write_source(folder / "larger", 4 * experts, 8)
     times: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(repeats):
         for workers in times:
             times[workers].append(measure("our job", "fp8", source, folder / "target", workers)["seconds"])
+    shutil.rmtree(source)
     return round(statistics.median(times[1]) / statistics.median(times[2]), 2)
 
 
@@ -316,7 +319,7 @@ def main() -> None:
         source = write_source(folder / "source", arguments.experts, min(4, arguments.experts))
         weights = arguments.experts * WEIGHTS_PER_EXPERT
         result: dict = {scheme: compare(scheme, folder, source, weights, arguments.repeats) for scheme in wanted}
-        result["workers2_ratio"] = workers_ratio(folder, source, arguments.repeats)
+        result["workers2_ratio"] = workers_ratio(folder, arguments.experts, arguments.repeats)
         result |= {"cores": len(os.sched_getaffinity(0)), "weights": weights, "repeats": arguments.repeats}
         shutil.rmtree(source)
         if arguments.memory:
