@@ -22,7 +22,9 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 
+FRUITLESS_DRAWS = 5
 DROPPED_CONNECTION = ("ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "BrokenPipeError")
 
 
@@ -75,13 +77,28 @@ class Instruments:
         return output
 
     def distinct_samples(self, args, tokenizer):
-        self.special = int(tokenizer.num_special_tokens_to_add())
-        while True:
-            samples = self._sample(args, tokenizer)
-            if len({str(sample.prompt) for sample in samples}) == len(samples):
-                self.seed = args.seed
-                return samples
+        """vllm's random prompts, those that repeat replaced by prompts of the next seeds.
+
+        vllm's random prompts are runs of consecutive token ids: there are no more of them than tokens in the vocabulary,
+        so that a few hundred requests repeat some with any real vocabulary.
+        """
+        self.special, self.seed = int(tokenizer.num_special_tokens_to_add()), args.seed
+        drawn = self._sample(args, tokenizer)
+        distinct = {str(sample.prompt): sample for sample in drawn}
+        fruitless = 0
+        while len(distinct) < len(drawn):
             args.seed += 1
+            before = len(distinct)
+            for sample in self._sample(args, tokenizer):
+                distinct.setdefault(str(sample.prompt), sample)
+            fruitless = 0 if len(distinct) > before else fruitless + 1
+            if fruitless == FRUITLESS_DRAWS:
+                raise RuntimeError(
+                    f"{len(drawn)} distinct random prompts asked for, but the vocabulary gives {before}: lower the number "
+                    "of prompts"
+                )
+        args.seed = self.seed
+        return [replace(sample, request_id=first.request_id) for sample, first in zip(distinct.values(), drawn)]
 
 
 def _error_in(message: str):

@@ -1,0 +1,93 @@
+"""The instruments around vllm's client, without vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.bench.vllm_client import Instruments
+
+
+@dataclass
+class Sample:
+    prompt: str
+    request_id: str
+
+
+class Tokenizer:
+    def num_special_tokens_to_add(self):
+        return 1
+
+
+class Parser:
+    def add_chunk(self, chunk):
+        return chunk.decode().split("\n\n")
+
+
+def instruments(send=None, vocabulary=1024, prompts=128):
+    """Instruments around a sampler with ``vocabulary`` different prompts, as vllm's random data set has."""
+
+    def sample(args, tokenizer):
+        draw = random.Random(args.seed)
+        return [Sample(f"prompt {draw.randrange(vocabulary)}", f"bench-{index}") for index in range(prompts)]
+
+    serve = SimpleNamespace(get_samples=sample)
+    requests = SimpleNamespace(ASYNC_REQUEST_FUNCS={"openai": send}, StreamedResponseHandler=Parser)
+    return Instruments(serve, requests), serve, requests
+
+
+def test_prompts_of_a_run_are_distinct_and_keep_their_order():
+    """128 of 1024 possible prompts: a fresh draw of all of them would repeat one nearly always."""
+    made, serve, _ = instruments()
+    args = SimpleNamespace(seed=5)
+    samples = serve.get_samples(args, Tokenizer())
+    assert len({sample.prompt for sample in samples}) == 128
+    assert [sample.request_id for sample in samples] == [f"bench-{index}" for index in range(128)]
+    assert args.seed == 5 == made.seed
+    again = instruments()[1].get_samples(SimpleNamespace(seed=5), Tokenizer())
+    assert again == samples, "the seed decides the prompts"
+
+
+def test_more_prompts_than_the_vocabulary_has():
+    _, serve, _ = instruments(vocabulary=100)
+    with pytest.raises(RuntimeError, match="128 distinct random prompts asked for, but the vocabulary gives"):
+        serve.get_samples(SimpleNamespace(seed=5), Tokenizer())
+
+
+def output(**fields):
+    return SimpleNamespace(**{"success": False, "ttft": 0.0, "generated_text": "", "error": ""} | fields)
+
+
+@pytest.mark.parametrize(
+    "first, sent",
+    [
+        (output(success=True), 1),
+        (output(error="aiohttp ServerDisconnectedError"), 2),
+        (output(error="ServerDisconnectedError", ttft=0.1), 1),  # it had begun to answer: not ours to repeat
+        (output(error="HTTP 500"), 1),
+    ],
+)
+def test_only_an_unanswered_request_is_sent_again(first, sent):
+    answers = [first, output(success=True), output(success=True)]
+    calls = []
+
+    async def send(request, session, pbar):
+        calls.append(request)
+        return answers[len(calls) - 1]
+
+    made, _, requests = instruments(send)
+    request = SimpleNamespace(request_id="bench-0", prompt_len=15)
+    asyncio.run(requests.ASYNC_REQUEST_FUNCS["openai"](request, None))
+    assert len(calls) == sent and made.retries == sent - 1
+
+
+def test_an_error_in_the_stream_is_raised():
+    _, _, requests = instruments()
+    handler = requests.StreamedResponseHandler()
+    assert handler.add_chunk(b'data: {"choices": [{"text": "an \\"error\\" in prose"}]}') != []
+    with pytest.raises(RuntimeError, match="in-band stream error: .*EngineDead"):
+        handler.add_chunk(b'data: {"error": {"message": "EngineDead"}}')
