@@ -79,8 +79,8 @@ class Instruments:
     def distinct_samples(self, args, tokenizer):
         """vllm's random prompts, those that repeat replaced by prompts of the next seeds.
 
-        vllm's random prompts are runs of consecutive token ids: there are no more of them than tokens in the vocabulary,
-        so that a few hundred requests repeat some with any real vocabulary.
+        vllm's random prompts are runs of consecutive token ids: there are no more of them than the vocabulary has
+        tokens, so that a few hundred requests repeat some with any real vocabulary.
         """
         self.special, self.seed = int(tokenizer.num_special_tokens_to_add()), args.seed
         drawn = self._sample(args, tokenizer)
@@ -94,8 +94,8 @@ class Instruments:
             fruitless = 0 if len(distinct) > before else fruitless + 1
             if fruitless == FRUITLESS_DRAWS:
                 raise RuntimeError(
-                    f"{len(drawn)} distinct random prompts asked for, but the vocabulary gives {before}: lower the number "
-                    "of prompts"
+                    f"{len(drawn)} distinct random prompts asked for, but the vocabulary gives {before}: "
+                    "lower the number of prompts"
                 )
         args.seed = self.seed
         return [replace(sample, request_id=first.request_id) for sample, first in zip(distinct.values(), drawn)]
