@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.errors import PipelineError
 
@@ -13,5 +14,5 @@ def run(main: Callable[..., None]) -> None:
     try:
         main(*sys.argv[1:])
     except PipelineError as error:
-        print(f"{main.__module__}: {error}" if main.__module__ != "__main__" else f"{sys.argv[0]}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
 """``python3 -m pipeline test``: pytest once in each environment, with the tests that belong there.
 
-The file name says where a test runs: ``*_quant.py`` in quant, ``*_serve.py`` and everything of the plugin in serve-cpu,
-any other in core (``tests/conftest.py`` and the plugin's own do the choosing).
+The file name says where a test under ``tests/`` runs: ``*_quant.py`` in quant, ``*_serve.py`` in serve-cpu, any other in core
+(``tests/conftest.py`` chooses).  The plugin's tests run in serve-cpu.  To run one file: ``--env NAME path``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """metrics/variants/<variant>.json: one row of the table; metrics/comparisons/<variant>.json: its verdict against native."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 from pipeline import params, stage
 from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare
-from pipeline.evals.fidelity import compare_logprobs
+from pipeline.evals.fidelity import FILE, compare_logprobs
+from pipeline.evals.runs import SAMPLES
 from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.plan.predict import compare as compare_memory
@@ -13,18 +15,20 @@ from pipeline.plan.predict import predicted
 from pipeline.report.row import build_row
 from pipeline.variant import Variant
 
+PAIRS = Path("metrics/pairs")
 REFERENCE = Variant("native", "auto")
 
 
 def main(name: str) -> None:
     variant, model, gates = Variant.parse(name), params.load("model"), params.load("gates")
-    samples = f"metrics/pairs/{name}.jsonl"
+    native, ours = (PAIRS / each for each in (REFERENCE.name, name))
     if variant == REFERENCE:
-        comparison = reference(samples, model["reference_scores"], gates)
+        comparison = reference(ours / SAMPLES, model["reference_scores"], gates)
     else:
-        logprobs = [f"metrics/pairs/{each}.logprobs.jsonl.gz" for each in (REFERENCE.name, name)]
-        distance = compare_logprobs(*logprobs, buckets=tuple(params.load("eval")["fidelity"]["position_buckets"]))
-        comparison = compare(f"metrics/pairs/{REFERENCE.name}.jsonl", samples, gates, fidelity=distance)
+        buckets = tuple(params.load("eval")["fidelity"]["position_buckets"])
+        recorded = all((folder / FILE).exists() for folder in (native, ours))
+        distance = compare_logprobs(native / FILE, ours / FILE, buckets) if recorded else None
+        comparison = compare(native / SAMPLES, ours / SAMPLES, gates, fidelity=distance)
     bench = read_json(f"metrics/bench/{name}.json")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     recipe = params.load("quant")["schemes"][variant.quant]

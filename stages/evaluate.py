@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from pipeline import params, stage, store
-from pipeline.evals import fidelity, runner
+from pipeline.evals import runner
 from pipeline.evals.settings import parse
 from pipeline.files import read_json, sha256_json, write_json
 from pipeline.plan import hardware
@@ -39,8 +39,6 @@ def main(name: str) -> None:
             conditions=conditions,
             journal_dir=Path(".cache/journals") / name,
         )
-        logprobs = samples / "logprobs.jsonl.gz"
-        fidelity.record(server.base_url, server.model, model["path"], Path("data/eval"), settings, logprobs, conditions=conditions)
         result["server"] = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
     write_json(f"metrics/evals/{name}.json", result)
     print(f"{name}: {result['status']}, accuracy {result['accuracy']}", file=sys.stderr)

@@ -1,9 +1,10 @@
 """checkpoints/<quant>: the source re-encoded by one recipe, with its manifest and its damage report."""
 
+import os
 from pathlib import Path
 
 from pipeline import params, stage, store
-from pipeline.files import read_json, sha256_json, write_json
+from pipeline.files import read_json, write_json
 from pipeline.quant.engine import requantize
 from pipeline.quant.recipe import Recipe
 
@@ -17,9 +18,10 @@ def main(quant: str) -> None:
     else:
         pointed = source["size_bytes"] >= model["cache_below_gib"] * store.GIB
         target = (
-            store.content_addressed(source["sha256"], sha256_json(settings)) if pointed else store.tracked(quant)
+            store.content_addressed(source["sha256"], recipe.sha256) if pointed else store.tracked(quant)
         )
-        report = requantize(Path(model["path"]), target, recipe)
+        workers = len(os.sched_getaffinity(0)) if pointed else 1  # starting a process costs more than a small model
+        report = requantize(Path(model["path"]), target, recipe, workers=workers, source_manifest=source)
         if pointed:
             store.point(quant, target, report)
     write_json(f"metrics/manifests/{quant}.json", {"recipe": settings, "files": report.pop("files")})

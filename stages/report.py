@@ -1,11 +1,13 @@
-"""metrics/report.md, comparison.csv, comparison.svg and headline.json from the rows of the table."""
+"""metrics/report.md, comparison.csv, headline.json and the pictures, from the rows of the table and the answers behind them."""
 
 from pipeline import stage
-from pipeline.report.build import build, read_rows
+from pipeline.report.build import build, build_evaluation_pictures, read_rows
 
 
 def main() -> None:
-    build(read_rows())
+    rows = read_rows()
+    build(rows)
+    build_evaluation_pictures(rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied, alive
 from pipeline.evals.journal import Journal, Record, failed
 from pipeline.evals.scoring import visible_answer
+from pipeline.evals.settings import EvalSettings
 
 BACKOFF_S, BACKOFF_LIMIT_S = 0.2, 5.0
 
@@ -45,6 +46,22 @@ class Transport:
     _in_flight: set[str] = field(default_factory=set, init=False)
     _suspects: set[str] = field(default_factory=set, init=False)
     """What was in flight when the first of the current run of connections broke."""
+
+    @classmethod
+    def of(
+        cls, settings: EvalSettings, base_url: str, journal: Journal, known: Mapping[str, Item] | None = None
+    ) -> Transport:
+        """A transport as the ``eval:`` group wants it."""
+        return cls(
+            base_url=base_url,
+            journal=journal,
+            deadline_s=settings.deadline_s,
+            retries=settings.retries,
+            failures_in_a_row=settings.failures_in_a_row,
+            concurrency=settings.concurrency,
+            thinking=settings.thinking == "always",
+            known=known,
+        )
 
     async def ask(
         self,

@@ -16,6 +16,7 @@ from pipeline.evals.hub_tasks import TASKS, Benchmark, choice_of, configs
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify_scored, degeneration
 from pipeline.evals.scoring import Score, visible_answer
+from pipeline.evals.runs import SAMPLES
 from pipeline.evals.settings import EvalSettings, parse
 from pipeline.files import sha256_json, write_json, write_text
 
@@ -73,7 +74,7 @@ def evaluate(
             "reason": result["reason"],
         }
         write_text(
-            out_dir / "samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *rows])
+            out_dir / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *rows])
         )
         write_json(out_dir / "lm_eval.json", {"results": results})
         write_json(out_dir / "accuracy.json", result)
@@ -126,15 +127,7 @@ def _ask(
         metadata["max_seq_lengths"] = benchmark.subset
     if documents is not None:
         specs = [spec | {"custom_dataset": lambda task=spec["task"], **_: documents(task)} for spec in specs]
-    transport = Transport(
-        base_url=url,
-        journal=journal,
-        deadline_s=settings.deadline_s,
-        retries=settings.retries,
-        failures_in_a_row=settings.failures_in_a_row,
-        concurrency=settings.concurrency,
-        thinking=settings.thinking == "always",
-    )
+    transport = Transport.of(settings, url, journal)
     client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     folder = Path(lm_eval.tasks.__file__).parent / benchmark.folder
     manager = TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)

@@ -19,10 +19,11 @@ from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify
+from pipeline.evals.runs import SAMPLES
 from pipeline.evals.settings import EvalSettings, parse
 from pipeline.files import sha256_json, write_json, write_text
 
-RESULT, SAMPLES, LM_EVAL = "accuracy.json", "samples.jsonl", "lm_eval.json"
+RESULT, LM_EVAL = "accuracy.json", "lm_eval.json"
 
 
 def evaluate(
@@ -155,16 +156,7 @@ def _ask_all(
     by_hash = {item.prompt_hash: item for item in items}
     for name in ("lm_eval.api.task", "transformers.configuration_utils"):
         logging.getLogger(name).setLevel(logging.ERROR)  # remarks on custom data sets and model types, once a task
-    transport = Transport(
-        base_url=url,
-        journal=journal,
-        deadline_s=settings.deadline_s,
-        retries=settings.retries,
-        failures_in_a_row=settings.failures_in_a_row,
-        concurrency=settings.concurrency,
-        thinking=settings.thinking == "always",
-        known=by_hash,
-    )
+    transport = Transport.of(settings, url, journal, by_hash)
     if settings.endpoint == "chat":
         client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     else:

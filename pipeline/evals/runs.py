@@ -14,6 +14,7 @@ SCORED = ("correct", "incorrect")
 UNSCORED = ("unfinished", "empty", "degenerate", "stuck", "error")
 CLASSES = SCORED + UNSCORED
 """Classes of answers, explained in :mod:`pipeline.evals.outcomes`."""
+SAMPLES = "samples.jsonl"
 NEEDED = {"id", "family", "length", "cluster", "prompt_hash", "outcome", "score", "hits", "generated_tokens"}
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Refused
-from pipeline.k3 import model_facts
 from pipeline.plan import hardware as machines
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.planner import evaluate
-from pipeline.plan.request import Model, Overrides, Request, load_model, make_request
+from pipeline.plan.request import Model, Overrides, Request, make_request, request_of
 from pipeline.plan.result import PlanResult
-from pipeline.plan.schemes import Scheme, scheme, scheme_of_recipe
+from pipeline.plan.schemes import Scheme, scheme
 
 # The scheme nearest to each: same arithmetic, finer or coarser scales, then the next format.
 NEAREST = {
@@ -51,15 +50,7 @@ def plan(
     part of the result; only what cannot be read raises (:class:`~pipeline.errors.Unreadable`), and a key that does
     not exist (:class:`~pipeline.errors.Refused`).
     """
-    if isinstance(model_config, dict):
-        model = Model(name, model_config, model_facts(model_config))
-    elif isinstance(model_config, Model):
-        model = model_config
-    else:
-        model = load_model(str(model_config))
-    machine = machines.load(hardware) if isinstance(hardware, str) else hardware
-    chosen = scheme_of_recipe(quant, recipe) if recipe else scheme(quant)
-    request = make_request(model, machine, chosen, kv, overrides)
+    request = request_of(model_config, hardware, quant, kv, recipe, overrides, name)
     result = evaluate(request)
     if not result.refusals or not alternatives:
         return result

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.k3 import model_facts
-from pipeline.plan import hardware as machines
 from pipeline.plan.compatibility import lookup
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.planner import memory
-from pipeline.plan.request import Model, Overrides, load_model, make_request
-from pipeline.plan.schemes import scheme, scheme_of_recipe
+from pipeline.plan.request import Model, Overrides, request_of
 
 TOLERANCE = 0.02
 ACTIVATION_TOLERANCE = 0.15
@@ -77,15 +74,7 @@ def predicted(
     Tensor-parallel ranks are alike; pipeline stages follow one another.  ``rss_bytes`` and ``kernels`` are None:
     they are measured only.
     """
-    if isinstance(model_config, Model):
-        model = model_config
-    elif isinstance(model_config, dict):
-        model = Model("model", model_config, model_facts(model_config))
-    else:
-        model = load_model(str(model_config))
-    machine = machines.load(hardware) if isinstance(hardware, str) else hardware
-    chosen = scheme_of_recipe(quant, recipe) if recipe else scheme(quant)
-    request = make_request(model, machine, chosen, kv, overrides)
+    request = request_of(model_config, hardware, quant, kv, recipe, overrides)
     laid = memory(request)
     blocks, emulated = laid.num_blocks, lookup(request.combination).verdict == "emulated"
     reports = []

@@ -11,8 +11,9 @@ from pipeline.k3 import ModelFacts, model_facts, read_config, source_format
 from pipeline.plan.cache import CacheSettings, kv_key
 from pipeline.plan.compatibility import Combination, family
 from pipeline.plan.hardware import Hardware
+from pipeline.plan.hardware import load as load_hardware
 from pipeline.plan.layout import Layout
-from pipeline.plan.schemes import Scheme, has_block_scales, known_as
+from pipeline.plan.schemes import Scheme, has_block_scales, known_as, scheme, scheme_of_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -107,6 +108,32 @@ class Request:
         if source.weights == "float8":
             return "fp8" if has_block_scales(self.model.config) else "fp8_channel"
         return {"int8": "int8", "int4": "w4a16", "nvfp4": "nvfp4", "bfloat16": "bf16"}.get(source.weights, self.quant)
+
+
+def request_of(
+    model_config: dict[str, Any] | str | Path | Model,
+    hardware: Hardware | str,
+    quant: str,
+    kv: str,
+    recipe: dict[str, Any] | None = None,
+    overrides: Overrides | None = None,
+    name: str = "model",
+) -> Request:
+    """The request behind loosely typed arguments: ``model_config`` is a parsed ``config.json`` (then called ``name``), a path or name
+    of one, or a loaded :class:`Model`; ``hardware`` a name or a loaded file; ``recipe`` replaces what ``quant`` stands for.
+
+    Raises :class:`Unreadable` for a model or machine that cannot be read, :class:`~pipeline.errors.Refused` for a key that does
+    not exist.
+    """
+    if isinstance(model_config, dict):
+        model = Model(name, model_config, model_facts(model_config))
+    elif isinstance(model_config, Model):
+        model = model_config
+    else:
+        model = load_model(str(model_config))
+    machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    chosen = scheme_of_recipe(quant, recipe) if recipe else scheme(quant)
+    return make_request(model, machine, chosen, kv, overrides)
 
 
 def _batch_defaults(hardware: Hardware) -> tuple[int, int]:

@@ -1,15 +1,17 @@
-"""Writes everything that is derived from metrics/variants: Markdown, CSV, picture, headline."""
+"""Writes everything that is derived from what the variants measured: Markdown, CSV, pictures, headline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from pipeline.errors import Unreadable
+from pipeline.evals import figures
+from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
 from pipeline.report.figures import comparison_svg
-from pipeline.report.table import Rows, as_csv, headline, markdown
+from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
 
-VARIANTS = Path("metrics/variants")
+VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
 
 
 def read_rows(folder: Path = VARIANTS) -> Rows:
@@ -21,10 +23,11 @@ def read_rows(folder: Path = VARIANTS) -> Rows:
 
 
 def build(rows: Rows, target: Path = Path("metrics")) -> None:
-    """Write report.md, comparison.csv, comparison.svg and headline.json into ``target``."""
+    """Write report.md, comparison.csv, headline.json and the pictures into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
     text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
+    text += ["![accuracy by length](accuracy_by_length.svg)", "", "![answers lost and won](flips.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [
             "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
@@ -37,3 +40,11 @@ def build(rows: Rows, target: Path = Path("metrics")) -> None:
     write_text(target / "comparison.csv", as_csv(rows))
     write_text(target / "comparison.svg", comparison_svg(rows))
     write_json(target / "headline.json", headline(rows))
+
+
+def build_evaluation_pictures(rows: Rows, target: Path = Path("metrics")) -> None:
+    """Write accuracy_by_length.svg and flips.svg: of every variant in ``rows`` whose answers are here."""
+    names = [name for name in ordered(rows) if (PAIRS / name / SAMPLES).exists()]
+    figures.accuracy_by_length({name: load_run(PAIRS / name / SAMPLES) for name in names}, target / "accuracy_by_length.svg")
+    comparisons = {path.stem: read_json(path) for path in sorted(COMPARISONS.glob("*.json"))}
+    figures.flips({name: comparisons[name] for name in ordered(comparisons)}, target / "flips.svg")

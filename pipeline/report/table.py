@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from typing import Any
 
 from pipeline.report.columns import COLUMNS, cell
@@ -39,6 +40,6 @@ def headline(rows: Rows) -> dict[str, Any]:
     return flat | {"variants": len(rows), "invalid": sum(row["status"] != "valid" for row in rows.values())}
 
 
-def ordered(rows: Rows) -> list[str]:
+def ordered(rows: Iterable[str]) -> list[str]:
     """Variant names in the order in which people read them."""
     return sorted(rows, key=lambda name: (not name.startswith("native-"), name))
