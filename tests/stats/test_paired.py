@@ -215,6 +215,6 @@ def test_false_pass_rate_with_clusters_by_simulation():
 def test_noise_floor():
     first = [True] * 95 + [False] * 5
     second = [True] * 93 + [False] * 2 + [True] * 2 + [False] * 3
-    floor = noise_floor(first, second)
+    floor = noise_floor(first, second, range(100))
     assert floor["difference"] == 0 and floor["flip_rate"] == 0.04 and floor["mcnemar_p"] == 1.0
     assert 0.02 < floor["floor"] < 0.05
