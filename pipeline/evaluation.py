@@ -12,6 +12,7 @@ from pipeline.evals.settings import EvalSettings
 from pipeline.files import read_json, sha256_json
 from pipeline.plan import hardware
 from pipeline.serve import errors
+from pipeline.serve.process import guardians, still_wanted
 from pipeline.serve.server import running
 from pipeline.serving import server_settings
 from pipeline.variant import Variant
@@ -22,17 +23,21 @@ TRIES = 2
 def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | None = None) -> dict[str, Any]:
     """Serve variant ``name`` and ask it every item of data/eval; ``samples`` gets the answers.
 
-    A server that dies is started again once, and the run goes on at the request.  One that dies again is a finding,
+    A server that dies is started again once, and the run goes on at the request; unless it was ended because dvc was
+    (then ``ServerDied`` is raised, and the next run goes on).  One that dies again is a finding,
     not a missing row: the shorter items are asked, and the result says ``invalid``, why, and ``server_died_at_length``.
     ``label`` names the log and the journal (default: the variant).
     """
-    label = label or name
+    label, wanting = label or name, guardians()
     for attempt in range(1, TRIES + 1):
         try:
             return _once(name, settings, samples, label)
         except _Died as death:
             result = death.result
             print(f"evaluate: {label}: {death}", file=sys.stderr, flush=True)
+            if not still_wanted(wanting):
+                message = f"{label}: dvc is gone, so the server was ended; what was answered is kept"
+                raise endpoint.ServerDied(message) from None
             if attempt < TRIES:
                 print("evaluate: starting the server again, what was answered is kept", file=sys.stderr, flush=True)
     length = result.get("server_died_at_length")

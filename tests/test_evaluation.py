@@ -1,7 +1,10 @@
-"""One variant served and evaluated, the server a stand-in: deaths are survived or become a row, and A/A runs where it means something."""
+"""One variant served and evaluated, the server a stand-in: deaths are survived or become a row, and the baseline is
+asked twice where that means something.
+"""
 
 import contextlib
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +24,15 @@ from tests.evals.support import TOKENIZER, Answers, make, settings
 from tests.mock_openai import Behaviour, MockServer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+MEMORY = (
+    "weight_bytes",
+    "kv_bytes_per_token",
+    "kv_capacity_tokens",
+    "state_bytes_per_sequence",
+    "activation_peak_bytes",
+)
 
 
 class Machine:
@@ -101,7 +113,16 @@ def test_a_server_that_dies_at_a_length_gives_a_row_that_says_so_not_a_missing_o
     assert (result["status"], result["requests_resumed"], machine.asked[-1]) == ("valid", 15, 1 + 15)
 
 
-MEMORY = ("weight_bytes", "kv_bytes_per_token", "kv_capacity_tokens", "state_bytes_per_sequence", "activation_peak_bytes")
+def test_a_server_that_was_ended_because_dvc_was_killed_is_not_started_again(machine, monkeypatch):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(evaluation, "guardians", lambda: [[gone.pid, 1]])
+    machine.behaviours = [{"die_after": 12}, {}]
+    with pytest.raises(evaluation.endpoint.ServerDied, match="dvc is gone"):
+        evaluate_stage.main("fp8-auto")
+    assert len(machine.asked) == 1 and not Path("metrics/evals/fp8-auto.json").exists()
+    (journal,) = Path(".cache/journals/fp8-auto").iterdir()
+    assert len(journal.read_text().splitlines()) > 10  # what the next run goes on from
 
 
 def test_a_server_that_dies_before_the_first_answer_stops_the_stage(machine):

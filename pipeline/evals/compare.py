@@ -296,7 +296,8 @@ def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], g
                 f"(alarm below {gates.top1_alarm:.0%})"
             )
     alarms += [
-        f"{name}: the margin of {cell['margin']:.3f} is below the noise floor of {cell['noise_floor']:.3f} and judges noise"
+        f"{name}: the margin of {cell['margin']:.3f} is below the noise floor of {cell['noise_floor']:.3f}: "
+        "it judges noise"
         for name, cell in cells.items()
         if cell["below_noise_floor"]
     ]

@@ -278,7 +278,7 @@ def test_every_gated_cell_is_told_apart_from_what_native_shows_against_itself():
     floors = noise(native, again, GATES)
     quiet = compare(native, run(noisy(0.98, 3)), GATES, noise=floors)
     harmed = compare(native, run(noisy(0.8, 4)), GATES, noise=floors)
-    cells = {"overall": quiet["overall"], "length 2048": quiet["by_length"]["2048"], "long_output": quiet["long_output"]}
+    cells = {"length 2048": quiet["by_length"]["2048"]} | {name: quiet[name] for name in ("overall", "long_output")}
     assert set(floors["cells"]) == {"overall", "long_output", *(f"length {n}" for n in LENGTHS)}
     for name, cell in cells.items():
         assert cell["noise_floor"] == floors["cells"][name]["floor"] and cell["within_noise"]
@@ -297,7 +297,8 @@ def test_a_margin_below_what_native_shows_against_itself_is_reported():
 
 
 def test_a_second_run_that_was_never_made_gives_no_floor():
-    absent = noise(run(), Run(HEADER | {"status": "not_comparable", "reason": "gates.noise_concurrency is null"}, ()), GATES)
+    header = HEADER | {"status": "not_comparable", "reason": "gates.noise_concurrency is null"}
+    absent = noise(run(), Run(header, ()), GATES)
     assert absent["floor"] is None and absent["cells"] == {} and "noise_concurrency is null" in absent["reason"]
     assert compare(run(), run(), GATES, noise=absent)["overall"]["noise_floor"] is None
 
@@ -322,15 +323,16 @@ def test_a_small_loss_that_only_pairing_sees_is_called_right():
 
 def test_damage_to_one_script_one_depth_and_long_answers_shows_where_it_is():
     def dressed(which: Run) -> Run:
-        return Run(which.header, tuple(row | {"script": "cjk" if index % 4 == 0 else "latin"} for index, row in enumerate(which.rows)))
+        scripts = ("cjk", "latin", "latin", "latin")
+        return Run(HEADER, tuple(row | {"script": scripts[i % 4]} for i, row in enumerate(which.rows)))
 
     native = dressed(run())
     rows = [row | {"outcome": "degenerate", "repeats": True} if row["script"] == "cjk" else row for row in native.rows]
     result = compare(native, Run(HEADER, tuple(rows)), GATES)
     assert [result["by_script"][script]["variant"] for script in ("cjk", "latin")] == [0, 1]
-    assert result["by_script"]["cjk"]["repetition_rate_variant"] == result["by_script"]["cjk"]["unscored_rate_variant"] == 1
+    assert [result["by_script"]["cjk"][f"{what}_rate_variant"] for what in ("repetition", "unscored")] == [1, 1]
     assert result["all_items"]["repetition_rate_native"] == 0
-    assert list(result["by_generated_tokens"]) == ["0-8", "32-128"] and result["by_generated_tokens"]["32-128"]["n"] == 80
+    assert {name: cell["n"] for name, cell in result["by_generated_tokens"].items()} == {"0-8": 320, "32-128": 80}
     assert list(result["by_length_and_depth"]) == ["512", "1024", "2048", "4096"]
     assert result["by_length_and_depth"]["512"]["0.5"]["difference"] == pytest.approx(-0.25)
 

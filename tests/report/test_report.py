@@ -95,11 +95,10 @@ def test_a_row_takes_its_status_from_the_evaluation():
 def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_not_be_scored(tmp_path, rows):
     def sample(index: int, right: bool) -> dict:
         listed = index % 2 == 0
-        return {
-            "id": str(index), "cluster": str(index), "prompt_hash": str(index), "length": 512, "depth": 0.5, "score": 0.0,
-            "family": "ordered_recall" if listed else "single", "generated_tokens": 65 if listed else 2, "hits": [1],
-            "script": "cyrillic" if listed else "latin", "outcome": "correct" if right else "degenerate", "repeats": not right,
-        }  # fmt: skip
+        row = dict.fromkeys(("id", "cluster", "prompt_hash"), str(index)) | {"length": 512, "depth": 0.5, "hits": [1]}
+        row |= {"outcome": "correct" if right else "degenerate", "repeats": not right}
+        family, tokens, script = ("ordered_recall", 65, "cyrillic") if listed else ("single", 2, "latin")
+        return row | {"family": family, "generated_tokens": tokens, "script": script}
 
     header = {"status": "valid", "dataset_key": "k", "conditions": {}}
     native = Run(header, tuple(sample(index, True) for index in range(80)))
