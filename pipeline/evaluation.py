@@ -14,10 +14,12 @@ from pipeline.plan import hardware
 from pipeline.serve import errors
 from pipeline.serve.process import guardians, still_wanted
 from pipeline.serve.server import running
+from pipeline.serve.settings import ServerSettings
 from pipeline.serving import server_settings
 from pipeline.variant import Variant
 
 TRIES = 2
+TOLD_APART = ("kv_cache_dtype", "state_dtype", "tensor_parallel_size")  # of a server's settings: conditions of their own
 
 
 def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | None = None) -> dict[str, Any]:
@@ -50,14 +52,24 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
         return result
 
 
-def conditions(kv: dict[str, Any], tensor_parallel_size: int) -> dict[str, Any]:
-    """What the samples of a variant are measured under; ``kv`` is its metrics/kv JSON."""
-    return {
+def plan_of(name: str) -> tuple[ServerSettings, dict[str, Any]]:
+    """How variant ``name`` is served, and the conditions that its answers are given under.
+
+    ``serving`` are the settings that all variants share: two runs under different ones are not compared.
+    """
+    variant, model = Variant.parse(name), params.load("model")
+    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
+    kv = read_json(f"metrics/kv/{name}.json")
+    checkpoint, trust = store.resolve(variant.quant), model["trust_remote_code"]
+    request = server_settings(machine, model["name"], checkpoint, kv["setting"], trust_remote_code=trust)
+    conditions = {
         "checkpoint_sha256": kv["checkpoint_sha256"],
         "kv": kv["setting"],
-        "tensor_parallel_size": tensor_parallel_size,
+        "tensor_parallel_size": machine.tensor_parallel,
+        "serving": {key: value for key, value in request.requested().items() if key not in TOLD_APART},
         "software": sha256_json(read_json("metrics/software.json")),
     }
+    return request, conditions
 
 
 class _Died(Exception):
@@ -69,16 +81,7 @@ class _Died(Exception):
 
 
 def _once(name: str, settings: EvalSettings, samples: Path, label: str, below: int | None = None) -> dict[str, Any]:
-    variant, model = Variant.parse(name), params.load("model")
-    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
-    kv = read_json(f"metrics/kv/{name}.json")
-    request = server_settings(
-        machine,
-        model["name"],
-        store.resolve(variant.quant),
-        kv["setting"],
-        trust_remote_code=model["trust_remote_code"],
-    )
+    request, conditions = plan_of(name)
     partial = None
     try:
         with running(request, Path("data/logs") / f"evaluate-{label}.log") as server:
@@ -87,11 +90,11 @@ def _once(name: str, settings: EvalSettings, samples: Path, label: str, below: i
                 result = runner.evaluate(
                     server.base_url,
                     server.model,
-                    model["path"],
+                    params.load("model")["path"],
                     Path("data/eval"),
                     settings,
                     samples,
-                    conditions=conditions(kv, machine.tensor_parallel),
+                    conditions=conditions,
                     journal_dir=Path(".cache/journals") / label,
                     below=below,
                 )

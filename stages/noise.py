@@ -8,13 +8,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipeline import evaluation, params, stage, store
+from pipeline import evaluation, params, stage
 from pipeline.errors import PipelineError
 from pipeline.evals.pairs import keep
 from pipeline.evals.runs import SAMPLES, Run, load_run, write_run
 from pipeline.evals.settings import parse, parse_gates
-from pipeline.files import read_json
-from pipeline.plan import hardware
 
 NATIVE = "native-auto"
 TARGET = Path("metrics/pairs/native-auto-again")
@@ -42,10 +40,7 @@ def obstacle(first: Run, concurrency: int | None) -> str | None:
     if first.header["status"] != "valid":
         return f"the first run is {first.header['status']}: {first.header['reason']}"
     try:
-        store.resolve("native")
-        kv = read_json(f"metrics/kv/{NATIVE}.json")
-        machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
-        here = evaluation.conditions(kv, machine.tensor_parallel)
+        _, here = evaluation.plan_of(NATIVE)
     except PipelineError as error:
         return str(error)
     there = first.header["conditions"]

@@ -96,7 +96,7 @@ def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] |
     for key in gates.conditions_must_match:
         values = [run.header.get("conditions", {}).get(key) for run in (native, variant)]
         if values[0] != values[1]:
-            return "not_comparable", f"{key}: native ran with {values[0]!r}, the variant with {values[1]!r}"
+            return "not_comparable", _tell_unlike(key, *values)
     if native.repeated or variant.repeated:
         return "not_comparable", f"prompts occur twice (native {native.repeated}, variant {variant.repeated})"
     missing = native.by_hash.keys() ^ variant.by_hash.keys()
@@ -106,6 +106,13 @@ def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] |
             f"{len(missing)} prompts are in one run only ({len(native.rows)} and {len(variant.rows)} in all)",
         )
     return None
+
+
+def _tell_unlike(key: str, native: Any, variant: Any) -> str:
+    if isinstance(native, dict) and isinstance(variant, dict):
+        name = next(name for name in sorted(native | variant) if native.get(name) != variant.get(name))
+        key, native, variant = f"{key}.{name}", native.get(name), variant.get(name)
+    return f"{key}: native ran with {native!r}, the variant with {variant!r}"
 
 
 def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[dict[str, Any]]]:

@@ -145,7 +145,7 @@ class GateSettings(Strict):
     seed: int = 0
     long_output_tokens: Positive = 32
     """Items for which native generated at least so many tokens form the long-output bucket."""
-    conditions_must_match: tuple[str, ...] = ("tensor_parallel_size", "software")
+    conditions_must_match: tuple[str, ...] = ("tensor_parallel_size", "serving", "software")
     """Serving conditions that both sides must share; anything else makes the pair not comparable."""
     baseline_tolerance: Margin = 0.05
     """Native may be this far below its reference score, on top of what sampling explains."""

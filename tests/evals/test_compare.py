@@ -213,6 +213,12 @@ def test_without_long_outputs_nothing_passes():
             "tensor_parallel_size: native ran with 1",
         ),
         ({}, {"conditions": {"tensor_parallel_size": 1}}, "not_comparable", "software"),
+        (
+            {"conditions": {"serving": {"max_num_seqs": 16, "extra_args": []}}},
+            {"conditions": {"serving": {"max_num_seqs": 8, "extra_args": []}}},
+            "not_comparable",
+            "serving.max_num_seqs: native ran with 16, the variant with 8",
+        ),
     ],
 )
 def test_runs_that_must_not_be_compared(native, variant, status, words):
