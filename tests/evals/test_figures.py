@@ -55,6 +55,7 @@ def test_every_picture_is_made_and_reproducible(tmp_path):
         assert one.read_bytes() == other.read_bytes() and b"</svg>" in one.read_bytes()
     heat, _, flips = (picture.read_text().replace("\u2212", "-") for picture in first)
     assert heat.count(">-1.00<") == 1 and heat.count(">0.00<") == 0 and heat.count(">0<") >= 11
+    assert heat.count(">1.00<") == 12 + 11  # native's cells, and the variant's but the lost one
     assert ">fp8-auto: accuracy<" in heat and ">fp8-auto - native<" in heat
     assert ">native-auto - native<" not in heat and "int8" not in heat
     assert f">{block['overall']['right_to_wrong']} <" in flips and "native-auto" not in flips
