@@ -27,7 +27,7 @@ LEAST_REACH = 0.25  # of the scale of differences: smaller ones must not look li
 def grid(comparison: dict[str, Any], key: str) -> tuple[list[str], list[str], np.ndarray]:
     """(lengths, depths, value[depth, length]) of ``key`` in a comparison's cells; NaN where there is no item."""
     cells = comparison["by_length_and_depth"]
-    lengths, depths = list(cells), sorted({depth for row in cells.values() for depth in row}, key=float)
+    lengths, depths = (sorted(keys, key=float) for keys in (cells, {depth for row in cells.values() for depth in row}))
     values = [[cells[length].get(depth, {}).get(key, np.nan) for length in lengths] for depth in depths]
     return lengths, depths, np.array(values, float)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.evals.accuracy import in_order
+
 Comparisons = dict[str, dict[str, Any]]
 GATED = ["variant", "verdict", "native's", "its own", "difference", "bounds", "lost", "won", "McNemar p", "noise floor"]
 PICTURES = ("heat_maps.svg", "accuracy_by_length.svg", "flips.svg")
@@ -83,8 +85,8 @@ def _axis(comparisons: Comparisons, key: str, title: str, remark: str) -> list[s
     with_axis = {name: block[key] for name, block in comparisons.items() if block.get(key)}
     if not with_axis:
         return []
-    groups = list(next(iter(with_axis.values())))
     sizes = next(iter(with_axis.values()))
+    groups = in_order(sizes)  # JSON keeps them by the alphabet
     header = ["variant", *(f"{group} (n {sizes[group]['n']})" for group in groups)]
     rows = [
         [name, *(f"{cells[group]['variant']:.3f}" if group in cells else "—" for group in groups)]

@@ -8,7 +8,7 @@ from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
-from pipeline.report.build import build, read_rows
+from pipeline.report.build import build, read_comparisons, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
 from pipeline.report.row import build_row
 from pipeline.report.table import as_csv, headline, markdown
@@ -97,7 +97,7 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
         listed = index % 2 == 0
         row = dict.fromkeys(("id", "cluster", "prompt_hash"), str(index)) | {"length": 512, "depth": 0.5, "hits": [1]}
         row |= {"outcome": "correct" if right else "degenerate", "repeats": not right}
-        family, tokens, script = ("ordered_recall", 65, "cyrillic") if listed else ("single", 2, "latin")
+        family, tokens, script = ("ordered_recall", 65, "cyrillic") if listed else ("single", 9, "latin")
         return row | {"family": family, "generated_tokens": tokens, "script": script}
 
     header = {"status": "valid", "dataset_key": "k", "conditions": {}}
@@ -109,11 +109,13 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
         "fp8-auto": compare(native, rotten, {"required_families": [], "min_gateable_families": 1}, noise=floors),
         "int8-auto": {"status": "invalid", "verdict": "invalid", "reason": "stuck"},
     }
-    build(rows, tmp_path, comparisons)
+    for name, block in comparisons.items():
+        write_json(tmp_path / "comparisons" / f"{name}.json", block)
+    build(rows, tmp_path, read_comparisons(tmp_path / "comparisons"))
     text = (tmp_path / "report.md").read_text()
     assert "native asked twice lost 0 and won 0 of 80 gated answers" in text
     assert "| fp8-auto | fail | 1.000 | 0.875 | -0.125 |" in text and "| 10 | 0 | 0.002 | above |" in text
-    assert "| variant | 0-8 (n 40) | 32-128 (n 40) |" in text and "| fp8-auto | 1.000 | 0.750 |" in text
+    assert "| variant | 8-32 (n 40) | 32-128 (n 40) |" in text and "| fp8-auto | 1.000 | 0.750 |" in text
     assert "| variant | cyrillic (n 40) | latin (n 40) |" in text and "| fp8-auto | 0.750 | 1.000 |" in text
     assert "| fp8-auto | 0.875 | 1.000 | 12.5% | 12.5% |" in text
     assert "| int8-auto | invalid | — |" in text
