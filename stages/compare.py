@@ -2,10 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pipeline import params, stage
 from pipeline.evals.baseline import reference
-from pipeline.evals.compare import compare
+from pipeline.evals.compare import compare, noise
 from pipeline.evals.fidelity import FILE, compare_logprobs
 from pipeline.evals.runs import SAMPLES
 from pipeline.files import read_json, write_json
@@ -17,18 +18,18 @@ from pipeline.variant import Variant
 
 PAIRS = Path("metrics/pairs")
 REFERENCE = Variant("native", "auto")
+AGAIN = PAIRS / "native-auto-again"
 
 
 def main(name: str) -> None:
     variant, model, gates = Variant.parse(name), params.load("model"), params.load("gates")
     native, ours = (PAIRS / each for each in (REFERENCE.name, name))
+    itself = noise(native / SAMPLES, AGAIN / SAMPLES, gates)
     if variant == REFERENCE:
         comparison = reference(ours / SAMPLES, model["reference_scores"], gates)
+        comparison["noise"] = itself | {"fidelity": distance(native, AGAIN)}
     else:
-        buckets = tuple(params.load("eval")["fidelity"]["position_buckets"])
-        recorded = all((folder / FILE).exists() for folder in (native, ours))
-        distance = compare_logprobs(native / FILE, ours / FILE, buckets) if recorded else None
-        comparison = compare(native / SAMPLES, ours / SAMPLES, gates, fidelity=distance)
+        comparison = compare(native / SAMPLES, ours / SAMPLES, gates, fidelity=distance(native, ours), noise=itself)
     bench = read_json(f"metrics/bench/{name}.json")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     recipe = params.load("quant")["schemes"][variant.quant]
@@ -45,6 +46,14 @@ def main(name: str) -> None:
     )
     write_json(f"metrics/comparisons/{name}.json", comparison)
     write_json(f"metrics/variants/{name}.json", row)
+
+
+def distance(native: Path, other: Path) -> dict[str, Any] | None:
+    """Fidelity of one run's log-probabilities to native's; ``None`` where none were recorded."""
+    if not all((folder / FILE).exists() for folder in (native, other)):
+        return None
+    buckets = tuple(params.load("eval")["fidelity"]["position_buckets"])
+    return compare_logprobs(native / FILE, other / FILE, buckets)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ class Behaviour:
     """Generations from this number on answer 500; health stays 200."""
     die_after: int | None = None
     """The process (or in-process server) dies when this many generations were answered, in the middle of the next."""
+    die_above_prompt_tokens: int | None = None
+    """The server dies of any prompt that is longer: a fault that only long contexts reach."""
+    cut_above_prompt_tokens: int | None = None
+    """Longer prompts lose their beginning without a word; ``usage.prompt_tokens`` counts what is left."""
     stream_error_after: int | None = None
     """A streamed answer sends so many tokens, then an error object *inside* the 200 stream."""
     stream_error_every: int = 1
@@ -260,6 +264,13 @@ class Handler(BaseHTTPRequestHandler):
             server.die()
             self.close_connection = True
             return
+        if behaviour.die_above_prompt_tokens is not None and not chat:
+            prompt = body["prompt"]
+            ids = prompt if isinstance(prompt, list) else server.tokens.encode(prompt)
+            if len(ids[0] if isinstance(ids[0], list) else ids) > behaviour.die_above_prompt_tokens:
+                server.die()
+                self.close_connection = True
+                return
         if number in behaviour.drop_requests:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -386,8 +397,11 @@ class _Server(ThreadingHTTPServer):
         if behaviour.diverge_at is not None and behaviour.diverge_at < len(pieces):
             pieces[behaviour.diverge_at] = " other"
         ids = [(self.tokens.encode(piece, special=False) or [0])[0] for piece in pieces]
+        counted = len(prompt_ids) - behaviour.prompt_tokens_lower_by
+        if behaviour.cut_above_prompt_tokens is not None:
+            counted = min(counted, behaviour.cut_above_prompt_tokens)
         usage = {
-            "prompt_tokens": max(0, len(prompt_ids) - behaviour.prompt_tokens_lower_by),
+            "prompt_tokens": max(0, counted),
             "completion_tokens": len(pieces) + behaviour.completion_tokens_higher_by,
         }
         usage["total_tokens"] = sum(usage.values())

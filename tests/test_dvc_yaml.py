@@ -59,6 +59,31 @@ def test_a_stage_runs_in_an_environment_and_names_no_machine(name):
     assert not any(mark in command for mark in ("/", "srun", "CUDA", "localhost"))
 
 
+def test_dvc_never_hashes_the_released_weights_only_their_manifest():
+    """A no-op `dvc repro` over 1.5 TB must not take a quarter of an hour."""
+    for name, stage in STAGES.items():
+        data = [dep for dep in stage["deps"] if not dep.endswith(".py")]
+        assert not [dep for dep in data if dep.startswith("models") or "model.path" in dep], name
+    assert "metrics/source.json" in STAGES["quantize"]["deps"] and "model.path" in STAGES["quantize"]["params"]
+
+
+def test_the_data_set_is_a_stage_of_its_own_that_knows_no_variant_and_is_never_made_by_another():
+    stage = STAGES["dataset"]
+    assert "matrix" not in stage and stage["params"] == ["model.path", "eval"] and "data/eval" in stage["outs"]
+    code = {path.parts[1] for path in transitive(Path("stages/dataset.py"))}
+    assert not code & {"serve", "quant", "bench"}
+    assert all("data/eval" in STAGES[name]["deps"] for name in ("evaluate", "noise"))
+
+
+def test_only_small_files_are_copied_into_dvcs_cache():
+    """Twice the disk, or minutes of checkout: bytes of a big checkpoint lie under data/checkpoints, which no stage tracks."""
+    outs = {name: stage.get("outs", []) + stage.get("metrics", []) for name, stage in STAGES.items()}
+    cached = {(name, out) for name, each in outs.items() for out in each if isinstance(out, str)}
+    assert cached == {("dataset", "data/eval"), ("evaluate", "data/samples/${item.quant}-${item.kv}")}
+    flat = [path for each in outs.values() for out in each for path in ([out] if isinstance(out, str) else out)]
+    assert not [path for path in flat if path.startswith("data/checkpoints")]
+
+
 def test_re_quantizing_does_not_depend_on_serving_evaluating_or_reporting():
     code = {path.parts[1] for path in transitive(Path("stages/quantize.py"))}
     assert not code & {"serve", "evals", "bench", "report", "plan", "stats"}

@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 def test_pairs_keep_what_a_comparison_needs_and_no_text(here, tmp_path):
     pairs.main("native-auto")
     run = load_run(tmp_path / "metrics/pairs/native-auto" / SAMPLES)
-    assert run.header == HEADER and set(run.rows[0]) == NEEDED
+    assert run.header == HEADER and set(run.rows[0]) == NEEDED | {"depth", "language"}
     assert [path.name for path in (tmp_path / "metrics/pairs/native-auto").iterdir()] == [SAMPLES]
     (here / "logprobs.jsonl.gz").write_bytes(b"recorded")
     pairs.main("native-auto")
@@ -53,10 +53,10 @@ def test_an_unfinished_run_gives_no_pairs(here, tmp_path):
 
 def test_pictures_show_the_variants_whose_answers_are_here(tmp_path):
     pairs.main("native-auto")
-    build_evaluation_pictures({"native-auto": {}, "fp8-auto": {}}, tmp_path / "metrics")
+    build_evaluation_pictures({"native-auto": {}, "fp8-auto": {}}, {}, tmp_path / "metrics")
     picture = (tmp_path / "metrics/accuracy_by_length.svg").read_text()
     assert "native-auto" in picture and "fp8-auto" not in picture
-    assert (tmp_path / "metrics/flips.svg").exists()
+    assert (tmp_path / "metrics/flips.svg").exists() and (tmp_path / "metrics/heat_maps.svg").exists()
 
 
 def test_a_stage_error_is_one_line_with_its_exit_code(monkeypatch, capsys):

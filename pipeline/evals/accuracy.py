@@ -58,6 +58,7 @@ def report(samples: list[Sample], thresholds: Thresholds) -> dict[str, Any]:
             "by_length": by(samples, lambda s: s["length"]),
             "by_depth": by([s for s in samples if s["depth"] is not None], lambda s: f"{s['depth']:g}"),
             "by_language": by(samples, lambda s: s["language"]),
+            "by_script": by(samples, lambda s: s["script"]),
             "by_generated_tokens": by(
                 [s for s in samples if s["generated_tokens"] is not None],
                 lambda s: bucket(s["generated_tokens"], GENERATED_BUCKETS),
@@ -87,6 +88,12 @@ def by(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> dict[str, dic
 
 
 def _keys(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> list[Any]:
+    return in_order({key(sample) for sample in samples})
+
+
+def in_order(keys: Iterable[Any]) -> list[Any]:
+    """Keys of groups as people expect them: numbers and buckets (``8-32``, ``8192+``) by size, then names."""
+
     def order(value: Any) -> tuple:
         head = str(value).split("-")[0].rstrip("+")
         try:
@@ -94,7 +101,7 @@ def _keys(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> list[Any]:
         except ValueError:
             return (1, 0.0, str(value))
 
-    return sorted({key(sample) for sample in samples}, key=order)
+    return sorted(keys, key=order)
 
 
 def bucket(value: int, edges: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from scipy import stats as scipy_stats
 from statsmodels.stats.proportion import test_proportions_2indep as two_proportions
 
 from pipeline.errors import Unreadable
+from pipeline.evals.breakdown import breakdown
 from pipeline.evals.runs import Run, exactly_right, load_run
 from pipeline.evals.settings import GateSettings, parse_gates
 from pipeline.files import read_json
@@ -36,18 +37,15 @@ def reference(
             "reason": f"the native run is invalid: {run.header.get('reason')}",
             "baseline": None,
         }
-    if reference_scores is None:
-        return {
-            "status": "valid",
-            "verdict": "reference",
-            "reason": None,
-            "baseline": {
-                "verdict": "unchecked",
-                "reason": "model.reference_scores is null: nothing says what native should reach",
-                "cells": {},
-            },
-        }
-    return {"status": "valid", "verdict": "reference", "reason": None, "baseline": check(run, reference_scores, gates)}
+    baseline = {
+        "verdict": "unchecked",
+        "reason": "model.reference_scores is null: nothing says what native should reach",
+        "cells": {},
+    }
+    if reference_scores is not None:
+        baseline = check(run, reference_scores, gates)
+    itself = [(row, row) for row in run.rows]
+    return {"status": "valid", "verdict": "reference", "reason": None, "baseline": baseline} | breakdown(itself)
 
 
 def check(

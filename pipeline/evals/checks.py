@@ -9,6 +9,7 @@ from pipeline.errors import Invalid, Refused
 from pipeline.evals import dataset, endpoint
 from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied
+from pipeline.evals.scoring import THINK_CLOSE, THINK_OPEN
 from pipeline.evals.settings import EvalSettings
 from pipeline.evals.tokens import ServedTokenizer, tokenizer_sha256
 
@@ -70,6 +71,12 @@ def arrived_whole(sample: dict[str, Any]) -> bool:
         return True  # counted as such; there is no usage to look at
     sent = sample["sent_prompt_tokens"]
     return sample["server_prompt_tokens"] == sample["prompt_tokens"] and sent in (None, sample["prompt_tokens"])
+
+
+def thinks(sample: dict[str, Any]) -> bool:
+    """Whether the model thought before it answered, in its text or in the server's reasoning field."""
+    text = sample["text"] or ""
+    return bool((sample["reasoning"] or "").strip()) or THINK_OPEN in text or THINK_CLOSE in text
 
 
 def scores_agree(results: dict[str, Any], items: list[Item], samples: list[dict[str, Any]]) -> None:

@@ -41,6 +41,8 @@ class Transport:
     thinking: bool = False
     known: Mapping[str, Item] | None = None
     """Items by prompt hash; only these may be asked for.  ``None``: any prompt."""
+    below: int | None = None
+    """Items of this length or more are not sent (the server died at it before): each is an error at once."""
     _failing: int = field(default=0, init=False)
     _dead: bool = field(default=False, init=False)
     _in_flight: set[str] = field(default_factory=set, init=False)
@@ -77,6 +79,10 @@ class Transport:
             raise Invalid("lm-eval asks for a prompt that is not in the data set: the prompt was changed on the way")
         if (done := self.journal.records.get(prompt_hash)) is not None and done.failure is None:
             return done
+        if self.below is not None and self.known[prompt_hash].length >= self.below:
+            record = failed(prompt_hash, "error", f"not asked: the server died at length {self.below}", 0.0, 0)
+            self.journal.add(record)
+            return record
         self._in_flight.add(prompt_hash)
         try:
             record = await self._attempts(session, url, headers, payload, prompt_hash, sent_tokens)

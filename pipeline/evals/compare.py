@@ -17,15 +17,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.evals.runs import SCORED, Run, load_run
+from pipeline.evals.breakdown import breakdown, counts
+from pipeline.evals.runs import SCORED, Run, load_run, right
 from pipeline.evals.settings import GateSettings, parse_gates
 from pipeline.stats import paired, power
 from pipeline.stats.multiplicity import holm
 from pipeline.stats.noise import noise_floor
 
-LENGTH = "length "
+LENGTH, OVERALL = "length ", "overall"
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
+Answers = tuple[list[bool], list[bool], list[str]]
+"""(native right, variant right, cluster) of each pair."""
 
 
 def compare(
@@ -34,13 +37,14 @@ def compare(
     gates: GateSettings | dict,
     *,
     fidelity: dict[str, Any] | None = None,
+    noise: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The ``comparison`` block of a variant's metrics.
 
     ``status`` is ``valid``, ``invalid`` (one of the runs cannot be trusted) or ``not_comparable`` (the two were not
     run alike); ``verdict`` is ``pass``, ``fail``, ``inconclusive`` or ``not_gateable``, and the status again where
     that is not valid. ``fidelity`` (of :func:`pipeline.evals.fidelity.compare_logprobs`) can raise alarms, never a
-    verdict.
+    verdict.  ``noise`` (of :func:`noise`) says which differences native shows against itself.
     """
     gates, native, variant = parse_gates(gates), load_run(native_samples), load_run(variant_samples)
     if (problem := _unlike(native, variant, gates)) is not None:
@@ -49,7 +53,7 @@ def compare(
     others = variant.by_hash
     pairs = [(row, others[row["prompt_hash"]]) for row in native.rows]
     gateable, excluded = _gateable(pairs, gates)
-    cells = _cells(gateable, pairs, gates)
+    cells = _cells(gateable, pairs, gates, noise)
     families = sorted({before["family"] for before, _ in gateable} | set(_late_families(cells)))
     verdict, reason = _verdict(cells, families, gates)
     return {
@@ -60,32 +64,25 @@ def compare(
         "by_length": {name.removeprefix(LENGTH): cell for name, cell in cells.items() if name.startswith(LENGTH)},
         "long_output": cells.get("long_output"),
         "late_values": cells.get("late_values"),
-        "by_family": {
-            family: _counts(*_answers([pair for pair in pairs if pair[0]["family"] == family]))
-            for family in sorted({before["family"] for before, _ in pairs})
-        },
-        "all_items": _counts(*_answers(pairs)),
         "gateable_families": families,
         "excluded_cells": excluded,
         "fidelity": fidelity,
         "alarms": _alarms(fidelity, cells, gates),
-    }
+    } | breakdown(pairs)
 
 
 def noise(
     first_samples: Path | str | Run, second_samples: Path | str | Run, gates: GateSettings | dict
 ) -> dict[str, Any]:
-    """An A/A run: native twice over the same prompts, e.g. at another concurrency.  ``floor`` goes to
-    ``gates.noise_floor``.
-    """
+    """An A/A run: native twice over the same prompts.  ``cells`` has a floor for every cell that the gate judges."""
     gates, first, second = parse_gates(gates), load_run(first_samples), load_run(second_samples)
     if (problem := _unlike(first, second, gates)) is not None:
-        return {"status": problem[0], "reason": problem[1], "floor": None}
+        return {"status": problem[0], "reason": problem[1], "floor": None, "cells": {}}
     others = second.by_hash
-    floor = noise_floor(
-        [right(row) for row in first.rows], [right(others[row["prompt_hash"]]) for row in first.rows], gates.alpha
-    )
-    return {"status": "valid", "reason": None} | floor
+    pairs = [(row, others[row["prompt_hash"]]) for row in first.rows]
+    groups = _groups(_gateable(pairs, gates)[0], pairs, gates)
+    cells = {name: noise_floor(*answers, gates.alpha) for name, (answers, _) in groups.items()}
+    return {"status": "valid", "reason": None} | noise_floor(*_answers(pairs), gates.alpha) | {"cells": cells}
 
 
 def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] | None:
@@ -99,7 +96,7 @@ def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] |
     for key in gates.conditions_must_match:
         values = [run.header.get("conditions", {}).get(key) for run in (native, variant)]
         if values[0] != values[1]:
-            return "not_comparable", f"{key}: native ran with {values[0]!r}, the variant with {values[1]!r}"
+            return "not_comparable", _tell_unlike(key, *values)
     if native.repeated or variant.repeated:
         return "not_comparable", f"prompts occur twice (native {native.repeated}, variant {variant.repeated})"
     missing = native.by_hash.keys() ^ variant.by_hash.keys()
@@ -111,9 +108,11 @@ def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] |
     return None
 
 
-def right(row: Row) -> bool:
-    """Unscored answers count as wrong; too many of them made the run invalid before."""
-    return row["outcome"] == "correct"
+def _tell_unlike(key: str, native: Any, variant: Any) -> str:
+    if isinstance(native, dict) and isinstance(variant, dict):
+        name = next(name for name in sorted(native | variant) if native.get(name) != variant.get(name))
+        key, native, variant = f"{key}.{name}", native.get(name), variant.get(name)
+    return f"{key}: native ran with {native!r}, the variant with {variant!r}"
 
 
 def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[dict[str, Any]]]:
@@ -133,41 +132,60 @@ def _gateable(pairs: list[Pair], gates: GateSettings) -> tuple[list[Pair], list[
     return kept, excluded
 
 
-def _cells(gateable: list[Pair], pairs: list[Pair], gates: GateSettings) -> dict[str, dict[str, Any]]:
-    """Every gated cell with its verdict: ``length N`` ..., ``long_output``, ``late_values``, ``overall``."""
-    cells = {
-        f"{LENGTH}{length}": _cell(
-            *_answers([pair for pair in gateable if pair[0]["length"] == length]), gates.length_margin, gates
-        )
+def _groups(
+    gateable: list[Pair], pairs: list[Pair], gates: GateSettings
+) -> dict[str, tuple[Answers, list[str] | None]]:
+    """What the gate judges: ``length N`` ..., ``long_output``, ``late_values``, ``overall``; answers, and families
+    where they are not those of the items.
+    """
+    groups: dict[str, tuple[Answers, list[str] | None]] = {
+        f"{LENGTH}{length}": (_answers([pair for pair in gateable if pair[0]["length"] == length]), None)
         for length in sorted({before["length"] for before, _ in gateable})
     }
     long_output = [pair for pair in gateable if (pair[0]["generated_tokens"] or 0) >= gates.long_output_tokens]
     if long_output:
-        cells["long_output"] = _cell(*_answers(long_output), gates.length_margin, gates)
+        groups["long_output"] = _answers(long_output), None
     if (late := _late_values(pairs, gates)) is not None:
-        cells["late_values"] = _cell(*late[:3], gates.length_margin, gates) | {"families": late[3]}
+        groups["late_values"] = late
+    if gateable:
+        groups[OVERALL] = _answers(gateable), None
+    return groups
+
+
+def _cells(
+    gateable: list[Pair], pairs: list[Pair], gates: GateSettings, noise: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Every gated cell with its verdict."""
+    cells: dict[str, dict[str, Any]] = {}
+    for name, (answers, families) in _groups(gateable, pairs, gates).items():
+        margin = gates.accuracy_margin if name == OVERALL else gates.length_margin
+        cells[name] = _cell(*answers, margin, gates, _floor(name, gates, noise))
+        if families is not None:
+            cells[name]["families"] = families
     for key in ("inferiority_p", "mcnemar_p"):
-        tested = [cell for cell in cells.values() if cell[key] is not None]
+        tested = [cell for name, cell in cells.items() if cell[key] is not None and name != OVERALL]
         for cell, adjusted in zip(tested, holm([cell[key] for cell in tested]), strict=True):
             cell[f"{key}_holm"] = adjusted
-    if gateable:
-        overall = _cell(*_answers(gateable), gates.accuracy_margin, gates)
-        # The primary question stands alone: it is not adjusted.
-        cells["overall"] = overall | {
-            "inferiority_p_holm": overall["inferiority_p"],
-            "mcnemar_p_holm": overall["mcnemar_p"],
-        }
+        if OVERALL in cells:  # the primary question stands alone: it is not adjusted
+            cells[OVERALL][f"{key}_holm"] = cells[OVERALL][key]
     for cell in cells.values():
         cell["verdict"] = _cell_verdict(cell, gates.alpha)
     return cells
 
 
-def _answers(pairs: list[Pair]) -> tuple[list[bool], list[bool], list[str]]:
+def _floor(name: str, gates: GateSettings, noise: dict[str, Any] | None) -> float | None:
+    """The noise floor of a cell: the one of the parameters, else what the A/A run showed there."""
+    if gates.noise_floor is not None:
+        return gates.noise_floor
+    return ((noise or {}).get("cells") or {}).get(name, {}).get("floor")
+
+
+def _answers(pairs: list[Pair]) -> Answers:
     """(native right, variant right, cluster) of each item."""
     return [right(a) for a, _ in pairs], [right(b) for _, b in pairs], [a["cluster"] for a, _ in pairs]
 
 
-def _late_values(pairs: list[Pair], gates: GateSettings) -> tuple[list[bool], list[bool], list[str], list[str]] | None:
+def _late_values(pairs: list[Pair], gates: GateSettings) -> tuple[Answers, list[str]] | None:
     """The same for each value of long answers from place ``long_output_tokens`` on, with the families they are of.
 
     Only families in which native finds at least ``native_floor`` of those values; ``None`` when there is none.
@@ -187,7 +205,7 @@ def _late_values(pairs: list[Pair], gates: GateSettings) -> tuple[list[bool], li
             before += [hit for hit, _, _ in late]
             after += [other for _, other, _ in late]
             clusters += [cluster for _, _, cluster in late]
-    return (before, after, clusters, families) if families else None
+    return ((before, after, clusters), families) if families else None
 
 
 def _hits(row: Row) -> list[bool]:
@@ -200,7 +218,12 @@ def _late_families(cells: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _cell(
-    before: list[bool], after: list[bool], clusters: list[str], margin: float, gates: GateSettings
+    before: list[bool],
+    after: list[bool],
+    clusters: list[str],
+    margin: float,
+    gates: GateSettings,
+    floor: float | None,
 ) -> dict[str, Any]:
     """Counts, bounds, p-values and what this many pairs can support."""
     flips = paired.Flips.of(before, after)
@@ -215,7 +238,7 @@ def _cell(
     )
     supported = power.smallest_margin(effective_n, flips.discordance, gates.alpha, gates.power)
     scaled, freedom = paired.scaled(flips, effect), paired.cluster_freedom(clusters)
-    return _counts(before, after, clusters) | {
+    return counts(before, after, clusters) | {
         "margin": margin,
         "lower": min(tango[0], resampled[0]),
         "upper": max(tango[1], resampled[1]),
@@ -229,23 +252,9 @@ def _cell(
         "smallest_margin": supported,
         "margin_supported": supported <= margin,
         "n_needed": round(effect * power.pairs_for_margin(margin, flips.discordance, gates.alpha, gates.power)),
-        "below_noise_floor": None if gates.noise_floor is None else margin < gates.noise_floor,
-    }
-
-
-def _counts(before: list[bool], after: list[bool], clusters: list[str]) -> dict[str, Any]:
-    """Accuracies, flips both ways and McNemar's p, which knows no clusters and is ``None`` where there are some."""
-    flips = paired.Flips.of(before, after)
-    return {
-        "n": flips.n,
-        "native": (flips.both_right + flips.lost) / flips.n,
-        "variant": (flips.both_right + flips.won) / flips.n,
-        "difference": flips.difference,
-        "right_to_wrong": flips.lost,
-        "wrong_to_right": flips.won,
-        "flip_rate": flips.discordance,
-        "recovery": flips.recovery,
-        "mcnemar_p": paired.mcnemar_exact(flips) if len(set(clusters)) == flips.n else None,
+        "noise_floor": floor,
+        "within_noise": None if floor is None else abs(flips.difference) <= floor,
+        "below_noise_floor": None if floor is None else margin < floor,
     }
 
 
@@ -293,8 +302,10 @@ def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], g
                 f"the first choice is native's in {top1:.1%} of the places where native is decided "
                 f"(alarm below {gates.top1_alarm:.0%})"
             )
-    if gates.noise_floor is not None:
-        low = [name for name, cell in cells.items() if cell["below_noise_floor"]]
-        if low or gates.accuracy_margin < gates.noise_floor:
-            alarms.append(f"margins below the noise floor of {gates.noise_floor:.3f} judge noise")
+    alarms += [
+        f"{name}: the margin of {cell['margin']:.3f} is below the noise floor of {cell['noise_floor']:.3f}: "
+        "it judges noise"
+        for name, cell in cells.items()
+        if cell["below_noise_floor"]
+    ]
     return alarms

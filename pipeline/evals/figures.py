@@ -9,54 +9,73 @@ import matplotlib
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint
 
-from pipeline.evals.compare import right
-from pipeline.evals.runs import Run
+from pipeline.evals.runs import Run, right
 from pipeline.files import atomic_open
 
 matplotlib.use("Agg")
 matplotlib.rcParams |= {"svg.hashsalt": "evals", "svg.fonttype": "none"}
 from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen first)
+from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 LOST, WON, KEPT = "#b2182b", "#2166ac", "#bbbbbb"
+MAPS_A_ROW = 2  # variants beside each other, two maps each
+LEAST_REACH = 0.25  # of the scale of differences: smaller ones must not look like much
 
 
-def grid(run: Run) -> tuple[list[int], list[float], np.ndarray, np.ndarray]:
-    """(lengths, depths, accuracy[depth, length], n[depth, length]); accuracy is NaN where there is no item."""
-    rows = [row for row in run.rows if row.get("depth") is not None]
-    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
-    n, correct = np.zeros((len(depths), len(lengths)), int), np.zeros((len(depths), len(lengths)))
-    for row in rows:
-        cell = depths.index(row["depth"]), lengths.index(row["length"])
-        n[cell] += 1
-        correct[cell] += right(row)
-    with np.errstate(invalid="ignore"):
-        return lengths, depths, correct / n, n
+def grid(comparison: dict[str, Any], key: str) -> tuple[list[str], list[str], np.ndarray]:
+    """(lengths, depths, value[depth, length]) of ``key`` in a comparison's cells; NaN where there is no item."""
+    cells = comparison["by_length_and_depth"]
+    lengths, depths = list(cells), sorted({depth for row in cells.values() for depth in row}, key=float)
+    values = [[cells[length].get(depth, {}).get(key, np.nan) for length in lengths] for depth in depths]
+    return lengths, depths, np.array(values, float)
 
 
-def heat_map(run: Run, title: str, path: Path | str, native: Run | None = None) -> Path:
-    """Accuracy by length and depth; with ``native``, the difference from it (red: lost)."""
-    lengths, depths, values, n = grid(run)
-    if native is not None:
-        other_lengths, other_depths, reference, _ = grid(native)
-        if (lengths, depths) != (other_lengths, other_depths):
-            raise ValueError(f"{title}: the two runs have different lengths or depths")
-        values = values - reference
-    figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(lengths), 1.6 + 0.6 * len(depths)), layout="constrained")
-    scale = {"cmap": "RdYlGn", "vmin": 0, "vmax": 1} if native is None else {"cmap": "RdBu", "vmin": -1, "vmax": 1}
-    image = axes.imshow(values, aspect="auto", **scale)
-    for (y, x), value in np.ndenumerate(values):
-        if n[y, x]:
-            axes.text(
-                x, y, f"{value:+.2f}" if native is not None else f"{value:.2f}", ha="center", va="center", fontsize=9
-            )
-    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    axes.set_xlabel("prompt length (tokens)")
-    axes.set_ylabel("depth of the fact")
-    axes.set_title(title)
-    figure.colorbar(image, ax=axes, label="accuracy" if native is None else "accuracy minus native's")
+def heat_maps(comparisons: dict[str, dict[str, Any]], path: Path | str) -> Path:
+    """Of every variant, accuracy by length and depth and beside it the difference from native (red: lost).
+
+    The reference has no difference.  Variants without a comparison (invalid runs) are left out.
+    """
+    shown = {name: block for name, block in comparisons.items() if block.get("by_length_and_depth")}
+    rows = max(1, -(-len(shown) // MAPS_A_ROW))
+    figure = plt.figure(figsize=(3.2 * 2 * MAPS_A_ROW, 0.9 + 2.1 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2 * MAPS_A_ROW, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    differences = [grid(block, "difference")[2] for block in shown.values()]
+    reach = max([LEAST_REACH, *(float(np.nanmax(np.abs(values))) for values in differences)])
+    accuracy, difference = {"cmap": "viridis", "vmin": 0, "vmax": 1}, {"cmap": "RdBu", "vmin": -reach, "vmax": reach}
+    for place, (name, block) in enumerate(shown.items()):
+        left, right_hand = axes[place // MAPS_A_ROW, 2 * (place % MAPS_A_ROW) :][:2]
+        _map(left, f"{name}: accuracy", grid(block, "variant"), "{:.2f}", accuracy)
+        if block["verdict"] != "reference":
+            _map(right_hand, f"{name} - native", grid(block, "difference"), "{:+.2f}", difference)
+    tables = [block["by_length_and_depth"].values() for block in shown.values()]
+    counts = [cell["n"] for table in tables for row in table for cell in row.values()]
+    if counts:
+        figure.suptitle(
+            f"Accuracy by prompt length (tokens, across) and depth of the fact (down): {min(counts)} to {max(counts)} "
+            f"items a cell, so one item is {1 / max(counts):.2f} to {1 / min(counts):.2f}",
+            fontsize=10,
+        )
     return _save(figure, path)
+
+
+def _map(axis: Axes, title: str, content: tuple[list[str], list[str], np.ndarray], text: str, scale: dict) -> None:
+    lengths, depths, values = content
+    image = axis.imshow(values, aspect="auto", **scale)
+    for (y, x), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+            shown = "0" if value == 0 else text.format(value)
+            axis.text(x, y, shown, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axis.set_axis_on()
+    axis.set_xticks(range(len(lengths)), lengths, fontsize=8)
+    axis.set_yticks(range(len(depths)), depths, fontsize=8)
+    axis.tick_params(length=0)
+    axis.set_title(title, fontsize=9)
 
 
 def accuracy_by_length(runs: dict[str, Run], path: Path | str, confidence: float = 0.95) -> Path:
@@ -105,9 +124,12 @@ def flips(comparisons: dict[str, dict[str, Any]], path: Path | str) -> Path:
         axes.text(left, y, f"{-left} ", ha="right", va="center", fontsize=8)
         axes.text(gained, y, f" {gained}", ha="left", va="center", fontsize=8)
     axes.axvline(0, color=KEPT, linewidth=0.8)
-    axes.margins(x=0.12)
+    reach = 1.15 * max([1, *won, *(-each for each in lost)])
+    axes.set_xlim(-reach, reach)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):.0f}")
     axes.set_xlabel("answers that differ from native's")
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside upper center", ncols=2)
     return _save(figure, path)
 
 

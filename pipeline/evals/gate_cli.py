@@ -71,6 +71,7 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
             "exit_code": EXIT_INVALID,
             "reason": fault,
             "baseline": _baseline(references),
+        "noise": _noise(references),
             "variants": {name: _line(block) | {"verdict": "not_judged"} for name, block in chosen.items()},
         }
     codes = {name: EXIT_CODES.get(block.get("verdict"), EXIT_INVALID) for name, block in chosen.items()}
@@ -84,6 +85,7 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
         "exit_code": code,
         "reason": "; ".join(decisive) or None,
         "baseline": _baseline(references),
+        "noise": _noise(references),
         "variants": {name: _line(block) for name, block in chosen.items()},
     }
 
@@ -109,12 +111,21 @@ def _baseline(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _noise(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The A/A run of each reference over all gateable items: its flips and floor, or why there is none."""
+    keys = ("n", "difference", "right_to_wrong", "wrong_to_right", "floor")
+    told = {}
+    for name, block in references.items():
+        if noise := block.get("noise"):
+            numbers = noise["cells"].get("overall") or noise
+            told[name] = {key: noise[key] for key in ("status", "reason")} | {key: numbers.get(key) for key in keys}
+    return told
+
+
 def _line(block: dict[str, Any]) -> dict[str, Any]:
     overall = block.get("overall") or {}
-    numbers = {
-        key: overall.get(key)
-        for key in ("n", "native", "variant", "difference", "lower", "upper", "margin", "recovery")
-    }
+    keys = ("n", "native", "variant", "difference", "lower", "upper", "margin", "recovery")
+    numbers = {key: overall.get(key) for key in (*keys, "noise_floor", "within_noise")}
     return {
         "verdict": block.get("verdict"),
         "reason": block.get("reason"),
@@ -128,6 +139,14 @@ def text(decision: dict[str, Any]) -> str:
         f"baseline {name}: {one['verdict']}" + (f" ({one['reason']})" if one["reason"] else "")
         for name, one in decision["baseline"].items()
     ]
+    for name, one in decision["noise"].items():
+        if one["status"] == "valid":
+            lines.append(
+                f"A/A {name} against itself: {one['right_to_wrong']} lost, {one['wrong_to_right']} won of {one['n']}; "
+                f"differences up to {one['floor']:.3f} are noise"
+            )
+        else:
+            lines.append(f"A/A {name}: no noise floor, {one['reason']}")
     width = max(map(len, decision["variants"]))
     for name, one in decision["variants"].items():
         line = f"{name:{width}}  {one['verdict']:14}"
@@ -136,6 +155,8 @@ def text(decision: dict[str, Any]) -> str:
                 f" {one['native']:.3f} -> {one['variant']:.3f}, difference {one['difference']:+.3f} in "
                 f"[{one['lower']:+.3f}, {one['upper']:+.3f}], margin {one['margin']:.3f}, n {one['n']}"
             )
+            if one["within_noise"]:
+                line += f"; within the noise of {one['noise_floor']:.3f}"
         lines.append(line.rstrip())
         if one["reason"] and one["verdict"] not in ("pass", "reference"):
             lines.append(f"{'':{width}}  because {one['reason']}")

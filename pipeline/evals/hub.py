@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,9 @@ from pipeline.evals.hub_tasks import TASKS, Benchmark, choice_of, configs
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify_scored, degeneration
 from pipeline.evals.scoring import Score, visible_answer
-from pipeline.evals.runs import SAMPLES
+from pipeline.evals.runs import SAMPLES, Run, write_run
 from pipeline.evals.settings import EvalSettings, parse
-from pipeline.files import sha256_json, write_json, write_text
+from pipeline.files import sha256_json, write_json
 
 
 def evaluate(
@@ -65,28 +64,24 @@ def evaluate(
             "requests_resumed": journal.resumed,
             "wall_s": round(time.monotonic() - start, 3),
         }
-        head = {
-            "kind": "header",
-            "dataset_key": key,
-            "conditions": conditions,
-            "model": model,
-            "status": result["status"],
-            "reason": result["reason"],
-        }
-        write_text(
-            out_dir / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *rows])
-        )
+        head = {"kind": "header", "dataset_key": key, "conditions": conditions, "model": model}
+        write_run(Run(head | {name: result[name] for name in ("status", "reason")}, tuple(rows)), out_dir / SAMPLES)
         write_json(out_dir / "lm_eval.json", {"results": results})
         write_json(out_dir / "accuracy.json", result)
         finished = result["outcomes"]["error"] == result["outcomes"]["stuck"] == 0
         return result
     except ServerDied as death:
         answered = sum(record.failure is None for record in journal.records.values())
-        death.result = {
+        death.result = report(rows, settings.thresholds) | {
             "status": "invalid",
             "reason": f"{death} ({answered} requests answered)",
+            "eval": settings.name,
+            "dataset_key": key,
             "conditions": conditions,
         }
+        head = {"kind": "header", "dataset_key": key, "conditions": conditions, "model": model}
+        head |= {name: death.result[name] for name in ("status", "reason")}
+        write_run(Run(head, tuple(rows)), out_dir / SAMPLES)
         write_json(out_dir / "accuracy.json", death.result)
         raise
     finally:
@@ -190,6 +185,7 @@ def _row(
         "id": f"{task}-{sample['doc_id']}",
         "family": task.rpartition("::")[2],
         "language": "en",
+        "script": "latin",
         "length": 1 << max(0, tokens - 1).bit_length(),
         "depth": None,
         "seed": 0,

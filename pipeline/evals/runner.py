@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -19,9 +18,10 @@ from pipeline.evals.dataset import Item
 from pipeline.evals.endpoint import ServerDied
 from pipeline.evals.journal import Journal, Record
 from pipeline.evals.outcomes import classify
-from pipeline.evals.runs import SAMPLES
+from pipeline.evals.runs import SAMPLES, Run, write_run
+from pipeline.evals.script import script_of
 from pipeline.evals.settings import EvalSettings, parse
-from pipeline.files import sha256_json, write_json, write_text
+from pipeline.files import sha256_json, write_json
 
 RESULT, LM_EVAL = "accuracy.json", "lm_eval.json"
 
@@ -36,6 +36,7 @@ def evaluate(
     *,
     conditions: dict[str, Any] | None = None,
     journal_dir: Path | str | None = None,
+    below: int | None = None,
 ) -> dict[str, Any]:
     """Ask every item of ``dataset_dir``; ``out_dir`` gets ``accuracy.json``, ``samples.jsonl``, ``lm_eval.json`` and,
     where asked for, ``logprobs.jsonl.gz``.
@@ -43,7 +44,8 @@ def evaluate(
     ``conditions`` says what was served and on what (checkpoint hash, kv dtype, tensor_parallel_size, software ...):
     it is kept with the samples, comparisons demand it equal where it must be, and an interrupted run is resumed only
     under the same conditions.  ``journal_dir`` is where the journal of an interrupted run waits (default ``out_dir``,
-    which a DVC stage finds emptied).
+    which a DVC stage finds emptied).  ``below``: the length at which the server died before; items that long are not
+    asked, and the run is invalid.
 
     Returns the content of ``accuracy.json``; ``status`` is ``invalid`` when too many answers could not be scored or a
     prompt arrived changed.  Raises :class:`Refused` before the first request for what cannot work, and
@@ -76,7 +78,7 @@ def evaluate(
         if settings.endpoint == "completions":
             checks.probe(url, model, tokenizer_dir, settings, min(items, key=lambda item: item.prompt_tokens))
         try:
-            results = _ask_all(url, model, tokenizer_dir, settings, items, limit, journal)
+            results = _ask_all(url, model, tokenizer_dir, settings, items, limit, journal, below)
         except ServerDied as death:
             done = [item for item in items if _answered(journal, item)]
             death.result = _result(settings, meta, items, done, journal, conditions, time.monotonic() - start) | {
@@ -87,26 +89,30 @@ def evaluate(
                 ),
             }
             write_json(out_dir / RESULT, death.result)
+            _write_samples(out_dir, death.result, model, samples_of(done, journal, settings))
             raise
         result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
+        if below is not None:
+            reason = f"the server died at length {below}: nothing that long was asked again"
+            reason = "; ".join(filter(None, [reason, result["reason"]]))
+            result |= {"status": "invalid", "reason": reason, "server_died_at_length": below}
         samples = samples_of(items, journal, settings)
         checks.scores_agree(results, items, samples)
-        head = {
-            "kind": "header",
-            "dataset_key": meta["key"],
-            "conditions": conditions,
-            "model": model,
-            "status": result["status"],
-            "reason": result["reason"],
-        }
-        write_text(out_dir / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *samples]))
-        result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
+        _write_samples(out_dir, result, model, samples)
+        if below is None:
+            result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
         write_json(out_dir / LM_EVAL, {"results": results["results"], "versions": results["versions"]})
         write_json(out_dir / RESULT, result)
         finished = result["outcomes"]["error"] == result["outcomes"]["stuck"] == 0
         return result
     finally:
         journal.close(finished=finished)
+
+
+def _write_samples(out_dir: Path, result: dict[str, Any], model: str, samples: list[dict[str, Any]]) -> None:
+    header = {"kind": "header", "model": model}
+    header |= {key: result[key] for key in ("dataset_key", "conditions", "status", "reason")}
+    write_run(Run(header, tuple(samples)), out_dir / SAMPLES)
 
 
 def _logprobs(
@@ -145,6 +151,7 @@ def _ask_all(
     items: list[Item],
     limit: int,
     journal: Journal,
+    below: int | None,
 ) -> dict[str, Any]:
     """Run lm-eval over all items; the answers end up in ``journal``, lm-eval's own scores are returned."""
     import lm_eval
@@ -157,6 +164,7 @@ def _ask_all(
     for name in ("lm_eval.api.task", "transformers.configuration_utils"):
         logging.getLogger(name).setLevel(logging.ERROR)  # remarks on custom data sets and model types, once a task
     transport = Transport.of(settings, url, journal, by_hash)
+    transport.below = below
     if settings.endpoint == "chat":
         client = RecordedChat(transport, url=url, model=model, max_model_len=limit)
     else:
@@ -210,6 +218,7 @@ def _sample(item: Item, record: Record, settings: EvalSettings) -> dict[str, Any
         "id": item.id,
         "family": item.family,
         "language": item.language,
+        "script": script_of(item),
         "length": item.length,
         "depth": item.depth,
         "seed": item.seed,
@@ -246,13 +255,20 @@ def _result(
     samples = samples_of(answered, journal, settings)
     result = report(samples, settings.thresholds)
     changed = [sample for sample in samples if not checks.arrived_whole(sample)]
+    reasons = []
     if changed:
         first = changed[0]
-        reason = (
+        reasons.append(
             f"{len(changed)} prompts did not arrive as meant: {first['id']} has {first['prompt_tokens']} tokens, "
             f"{first['sent_prompt_tokens']} were sent, the server counted {first['server_prompt_tokens']}"
         )
-        result |= {"status": "invalid", "reason": "; ".join(filter(None, [reason, result["reason"]]))}
+    if settings.thinking == "never" and (thinking := [sample for sample in samples if checks.thinks(sample)]):
+        reasons.append(
+            f"{len(thinking)} answers hold thinking ({thinking[0]['id']} first) and eval.thinking is never: stop "
+            "strings and budgets cut it; set eval.thinking to always, or switch it off in the server"
+        )
+    if reasons:
+        result |= {"status": "invalid", "reason": "; ".join(filter(None, [*reasons, result["reason"]]))}
     return result | {
         "eval": settings.name,
         "dataset_key": meta["key"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Unreadable
+from pipeline.files import write_text
 
 SCORED = ("correct", "incorrect")
 UNSCORED = ("unfinished", "empty", "degenerate", "stuck", "error")
@@ -16,6 +17,8 @@ CLASSES = SCORED + UNSCORED
 """Classes of answers, explained in :mod:`pipeline.evals.outcomes`."""
 SAMPLES = "samples.jsonl"
 NEEDED = {"id", "family", "length", "cluster", "prompt_hash", "outcome", "score", "hits", "generated_tokens"}
+KEPT = NEEDED | {"depth", "language", "script", "repeats"}
+"""What of a sample a comparison can use: all but the texts."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,21 @@ def load_run(samples: Path | str | Run) -> Run:
     if not rows or rows[0].get("kind") != "header":
         raise Unreadable(f"{path}: does not begin with the header of a finished run")
     return Run(rows[0], tuple(rows[1:]))
+
+
+def write_run(run: Run, path: Path | str) -> None:
+    """Write ``run`` as :func:`load_run` reads it."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (run.header, *run.rows)))
+
+
+def without_texts(run: Run) -> Run:
+    """The same run with of each row only what a comparison can use (:data:`KEPT`): small enough for git."""
+    return Run(run.header, tuple({key: row[key] for key in sorted(KEPT & row.keys())} for row in run.rows))
+
+
+def right(row: dict[str, Any]) -> bool:
+    """Unscored answers count as wrong; too many of them make a run invalid before anybody compares it."""
+    return row["outcome"] == "correct"
 
 
 def exactly_right(row: dict[str, Any]) -> bool:

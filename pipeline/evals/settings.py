@@ -145,13 +145,15 @@ class GateSettings(Strict):
     seed: int = 0
     long_output_tokens: Positive = 32
     """Items for which native generated at least so many tokens form the long-output bucket."""
-    conditions_must_match: tuple[str, ...] = ("tensor_parallel_size", "software")
+    conditions_must_match: tuple[str, ...] = ("tensor_parallel_size", "serving", "software")
     """Serving conditions that both sides must share; anything else makes the pair not comparable."""
     baseline_tolerance: Margin = 0.05
     """Native may be this far below its reference score, on top of what sampling explains."""
     baseline_alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
+    noise_concurrency: Positive | None = 8
+    """Requests at once of the A/A run, which asks native everything a second time; ``None``: no such run."""
     noise_floor: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """|difference| that an A/A run of the baseline showed; a margin below it is reported."""
+    """|difference| to call noise in every cell, instead of what the A/A run shows there."""
     kl_alarm: float | None = Field(0.1, gt=0)
     """Mean KL divergence (nats a token) from native that raises an alarm; never a verdict by itself."""
     top1_alarm: Fraction | None = 0.90

@@ -21,11 +21,13 @@ FILES = (
     "chat_template.jinja",
     "lexicon.json",
 )
+CODE = ("tokenization*.py", "encoding*.py")  # what trust_remote_code runs
 
 
 def tokenizer_sha256(directory: Path) -> str:
     """Hex SHA-256 over names and bytes of the tokenizer's files.  Raises :class:`Unreadable` if there is none."""
     present = [directory / name for name in FILES if (directory / name).is_file()]
+    present += sorted(path for pattern in CODE for path in directory.glob(pattern))
     if not present:
         raise Unreadable(f"{directory}: has no tokenizer file (looked for {', '.join(FILES)})")
     digest = hashlib.sha256()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import Unreadable
 from pipeline.evals import figures
 from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
+from pipeline.report import accuracy
 from pipeline.report.figures import comparison_svg
 from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
 
@@ -22,18 +24,23 @@ def read_rows(folder: Path = VARIANTS) -> Rows:
     return rows
 
 
-def build(rows: Rows, target: Path = Path("metrics")) -> None:
-    """Write report.md, comparison.csv, headline.json and the pictures into ``target``."""
+def read_comparisons(folder: Path = COMPARISONS) -> dict[str, dict[str, Any]]:
+    """Every variant's comparison with native, in the order of the table."""
+    return {name: read_json(folder / f"{name}.json") for name in ordered(path.stem for path in folder.glob("*.json"))}
+
+
+def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dict[str, Any]] | None = None) -> None:
+    """Write report.md, comparison.csv, headline.json and the picture of the table into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
     text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
-    text += ["![accuracy by length](accuracy_by_length.svg)", "", "![answers lost and won](flips.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [
             "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
             "quantizations.  Accuracy and memory are not affected.",
             "",
         ]
+    text += accuracy.section(comparisons or {})
     if notes:
         text += ["## Notes", "", *notes, ""]
     write_text(target / "report.md", "\n".join(text))
@@ -42,9 +49,11 @@ def build(rows: Rows, target: Path = Path("metrics")) -> None:
     write_json(target / "headline.json", headline(rows))
 
 
-def build_evaluation_pictures(rows: Rows, target: Path = Path("metrics")) -> None:
-    """Write accuracy_by_length.svg and flips.svg: of every variant in ``rows`` whose answers are here."""
+def build_evaluation_pictures(
+    rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")
+) -> None:
+    """Write accuracy_by_length.svg, heat_maps.svg and flips.svg: of every variant in ``rows`` whose answers are here."""
     names = [name for name in ordered(rows) if (PAIRS / name / SAMPLES).exists()]
     figures.accuracy_by_length({name: load_run(PAIRS / name / SAMPLES) for name in names}, target / "accuracy_by_length.svg")
-    comparisons = {path.stem: read_json(path) for path in sorted(COMPARISONS.glob("*.json"))}
-    figures.flips({name: comparisons[name] for name in ordered(comparisons)}, target / "flips.svg")
+    figures.heat_maps(comparisons, target / "heat_maps.svg")
+    figures.flips(comparisons, target / "flips.svg")

@@ -44,6 +44,12 @@ def guardians() -> list[list[int]]:
     return chain[:needed]
 
 
+def still_wanted(chain: list[list[int]]) -> bool:
+    """Whether every process of an earlier :func:`guardians` lives: the result has somebody to go to."""
+    now = [(watchdog.read_process(pid), ticks) for pid, ticks in chain]
+    return all(process is not None and process.start_ticks == ticks for process, ticks in now)
+
+
 def _is_driver(pid: int) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]

@@ -4,6 +4,7 @@ import gc
 import random
 
 import pytest
+from statsmodels.stats.proportion import proportions_ztest
 
 from pipeline.errors import Unreadable
 from pipeline.evals.compare import compare, noise
@@ -212,6 +213,12 @@ def test_without_long_outputs_nothing_passes():
             "tensor_parallel_size: native ran with 1",
         ),
         ({}, {"conditions": {"tensor_parallel_size": 1}}, "not_comparable", "software"),
+        (
+            {"conditions": {"serving": {"max_num_seqs": 16, "extra_args": []}}},
+            {"conditions": {"serving": {"max_num_seqs": 8, "extra_args": []}}},
+            "not_comparable",
+            "serving.max_num_seqs: native ran with 16, the variant with 8",
+        ),
     ],
 )
 def test_runs_that_must_not_be_compared(native, variant, status, words):
@@ -269,6 +276,71 @@ def test_the_noise_floor_is_that_of_the_baseline_against_itself():
     assert floor["status"] == "valid" and 0.02 < floor["flip_rate"] < 0.06
     assert abs(floor["difference"]) < floor["floor"] < 0.05
     assert noise(first, run(dataset_key="other"), GATES)["status"] == "not_comparable"
+
+
+def test_every_gated_cell_is_told_apart_from_what_native_shows_against_itself():
+    """Native twice, 4 % of its answers differing: the same churn in a variant is noise, harm is not."""
+    native, again = run(noisy(0.98, 1)), run(noisy(0.98, 2))
+    floors = noise(native, again, GATES)
+    quiet = compare(native, run(noisy(0.98, 3)), GATES, noise=floors)
+    harmed = compare(native, run(noisy(0.8, 4)), GATES, noise=floors)
+    cells = {"length 2048": quiet["by_length"]["2048"]} | {name: quiet[name] for name in ("overall", "long_output")}
+    assert set(floors["cells"]) == {"overall", "long_output", *(f"length {n}" for n in LENGTHS)}
+    for name, cell in cells.items():
+        assert cell["noise_floor"] == floors["cells"][name]["floor"] and cell["within_noise"]
+    assert cells["length 2048"]["noise_floor"] > cells["overall"]["noise_floor"]  # fewer items, less that is excluded
+    assert harmed["verdict"] == "fail" and harmed["overall"]["within_noise"] is False
+    assert compare(native, again, GATES)["overall"]["within_noise"] is None  # no A/A run: nothing is said
+    by_hand = compare(native, again, GateSettings(bootstrap_resamples=500, noise_floor=0.5), noise=floors)
+    assert by_hand["overall"]["noise_floor"] == 0.5
+
+
+def test_a_margin_below_what_native_shows_against_itself_is_reported():
+    floors = noise(run(noisy(0.9, 1)), run(noisy(0.9, 2)), GATES)
+    tight = GateSettings(bootstrap_resamples=500, accuracy_margin=0.02)
+    alarms = compare(run(), run(), tight, noise=floors)["alarms"]
+    assert any(alarm.startswith("overall: the margin of 0.020 is below the noise floor") for alarm in alarms)
+
+
+def test_a_second_run_that_was_never_made_gives_no_floor():
+    header = HEADER | {"status": "not_comparable", "reason": "gates.noise_concurrency is null"}
+    absent = noise(run(), Run(header, ()), GATES)
+    assert absent["floor"] is None and absent["cells"] == {} and "noise_concurrency is null" in absent["reason"]
+    assert compare(run(), run(), GATES, noise=absent)["overall"]["noise_floor"] is None
+
+
+def test_a_small_loss_that_only_pairing_sees_is_called_right():
+    """14 lost and 2 won of 400: p < .05 paired, > .05 unpaired.  Seen, and inside a margin of 8 points all the same."""
+    lost = {("single", n, i) for n in LENGTHS for i in range(4)} - {("single", 512, 0), ("single", 1024, 0)}
+    wrong_before = {("multi_key", n, i) for n in LENGTHS for i in range(15)}
+    native = run(lambda *cell: cell not in wrong_before)
+    won = {("multi_key", 512, 0), ("multi_key", 1024, 0)}
+    variant = run(lambda *cell: cell not in lost and (cell not in wrong_before or cell in won))
+    gates = GateSettings(bootstrap_resamples=500, accuracy_margin=0.08, length_margin=0.2, native_floor=0.2)
+    result = compare(native, variant, gates)
+    overall = result["overall"]
+    assert (overall["right_to_wrong"], overall["wrong_to_right"], overall["n"]) == (14, 2, 400)
+    right = [round(400 * overall[side]) for side in ("native", "variant")]
+    assert overall["mcnemar_p"] < 0.05 < proportions_ztest(right, [400, 400])[1]
+    assert overall["verdict"] == result["verdict"] == "pass"
+    strict = compare(native, variant, GateSettings(bootstrap_resamples=500, accuracy_margin=0.01, native_floor=0.2))
+    assert strict["overall"]["verdict"] == strict["verdict"] == "fail"
+
+
+def test_damage_to_one_script_one_depth_and_long_answers_shows_where_it_is():
+    def dressed(which: Run) -> Run:
+        scripts = ("cjk", "latin", "latin", "latin")
+        return Run(HEADER, tuple(row | {"script": scripts[i % 4]} for i, row in enumerate(which.rows)))
+
+    native = dressed(run())
+    rows = [row | {"outcome": "degenerate", "repeats": True} if row["script"] == "cjk" else row for row in native.rows]
+    result = compare(native, Run(HEADER, tuple(rows)), GATES)
+    assert [result["by_script"][script]["variant"] for script in ("cjk", "latin")] == [0, 1]
+    assert [result["by_script"]["cjk"][f"{what}_rate_variant"] for what in ("repetition", "unscored")] == [1, 1]
+    assert result["all_items"]["repetition_rate_native"] == 0
+    assert {name: cell["n"] for name, cell in result["by_generated_tokens"].items()} == {"0-8": 320, "32-128": 80}
+    assert list(result["by_length_and_depth"]) == ["512", "1024", "2048", "4096"]
+    assert result["by_length_and_depth"]["512"]["0.5"]["difference"] == pytest.approx(-0.25)
 
 
 def test_samples_that_cannot_be_read_name_the_line(tmp_path):

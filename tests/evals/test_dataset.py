@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import Refused, Unreadable
 from pipeline.evals import dataset
 from pipeline.evals import settings as settings_module
-from pipeline.evals.tokens import ServedTokenizer
+from pipeline.evals.tokens import ServedTokenizer, tokenizer_sha256
 from tests.evals.support import TOKENIZER, make, settings
 
 ALL = ["single", "multi_key", "multi_value", "multi_query", "variable_tracking", "frequent_words", "ordered_recall"]
@@ -106,6 +106,30 @@ def test_key_changes_with_tokenizer_length_seed_and_count_but_not_with_the_runne
     ]
     assert len({base, *others}) == 5
     assert key(concurrency=1, deadline_s=1.0, retries=0) == base
+
+
+def test_the_key_covers_the_code_that_tokenizes(tmp_path):
+    (tmp_path / "tiktoken.model").write_bytes(b"ranks")
+    before = tokenizer_sha256(tmp_path)
+    (tmp_path / "modeling_k3.py").write_text("")
+    assert tokenizer_sha256(tmp_path) == before
+    (tmp_path / "tokenization_k3.py").write_text("split = 1")
+    with_code = tokenizer_sha256(tmp_path)
+    (tmp_path / "tokenization_k3.py").write_text("split = 2")
+    assert len({before, with_code, tokenizer_sha256(tmp_path)}) == 3
+
+
+def test_a_tokenizer_with_code_of_its_own_neither_runs_it_nor_waits_for_an_answer_unless_allowed(tmp_path, monkeypatch):
+    """transformers may ask "do you trust this?" on stdin; in CI nobody answers."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k3_of_nobody"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}})
+    )
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(Unreadable, match="set eval.trust_remote_code: true"):
+        ServedTokenizer(tmp_path).encode("a")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_depths_and_seeds_are_dealt_out_evenly(tmp_path):

@@ -1,9 +1,9 @@
 """Pictures hold the numbers they should, are whole, and are the same bytes each time."""
 
 import numpy as np
-import pytest
 
 from pipeline.evals import figures
+from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare
 from pipeline.evals.runs import Run
 from tests.evals.test_compare import GATES, HEADER, run
@@ -19,36 +19,44 @@ def deep_loss(family, length, index):
 
 
 def test_grid_places_each_item():
-    lengths, depths, accuracy, n = figures.grid(gridded(deep_loss))
-    assert lengths == [512, 1024, 2048, 4096] and depths == [0.0, 0.5, 1.0] and (n == 10).all()
+    block = compare(gridded(lambda *_: True), gridded(deep_loss), GATES)
+    lengths, depths, accuracy = figures.grid(block, "variant")
+    assert lengths == ["512", "1024", "2048", "4096"] and depths == ["0", "0.5", "1"]
     expected = np.ones((3, 4))
     expected[1, 3] = 0
     assert (accuracy == expected).all()
+    assert (figures.grid(block, "difference")[2] == expected - 1).all() and (figures.grid(block, "n")[2] == 10).all()
+
+
+def test_a_cell_without_items_is_no_zero():
+    def without_the_end_of_4096(which: Run) -> Run:
+        return Run(which.header, tuple(row for row in which.rows if (row["length"], row["depth"]) != (4096, 1.0)))
+
+    native, variant = (without_the_end_of_4096(gridded(rule)) for rule in (lambda *_: True, deep_loss))
+    _, _, accuracy = figures.grid(compare(native, variant, GATES), "variant")
+    assert np.isnan(accuracy[2, 3]) and np.isnan(accuracy).sum() == 1
 
 
 def test_every_picture_is_made_and_reproducible(tmp_path):
     native, variant = gridded(lambda *_: True), gridded(deep_loss)
-    block = compare(native, variant, GATES)
+    block, itself = compare(native, variant, GATES), reference(native, None, GATES)
+    invalid = compare(native, Run(HEADER | {"status": "invalid", "reason": "stuck"}, ()), GATES)
+    blocks = {"native-auto": itself, "fp8-auto": block, "int8-auto": invalid}
 
     def draw(folder):
         return [
-            figures.heat_map(variant, "fp8-auto", folder / "heat.svg"),
-            figures.heat_map(variant, "fp8-auto", folder / "difference.svg", native),
+            figures.heat_maps(blocks, folder / "heat.svg"),
             figures.accuracy_by_length({"native-auto": native, "fp8-auto": variant}, folder / "length.svg"),
-            figures.flips({"fp8-auto": block, "native-auto": {"overall": None}}, folder / "flips.svg"),
+            figures.flips(blocks, folder / "flips.svg"),
         ]
 
     first, second = draw(tmp_path / "a"), draw(tmp_path / "b")
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes() and b"</svg>" in one.read_bytes()
-    assert "-1.00" in first[1].read_text().replace("\u2212", "-")
-    assert f">{block['overall']['right_to_wrong']} <" in first[3].read_text()
-    assert (tmp_path / "a/png").parent.exists() and figures.flips({}, tmp_path / "none.png").read_bytes()[
-        :4
-    ] == b"\x89PNG"
-
-
-def test_unlike_grids_are_an_error():
-    few = Run(HEADER, tuple(row for row in gridded(deep_loss).rows if row["length"] != 512))
-    with pytest.raises(ValueError, match="different lengths"):
-        figures.heat_map(few, "x", "never.svg", gridded(deep_loss))
+    heat, _, flips = (picture.read_text().replace("\u2212", "-") for picture in first)
+    assert heat.count(">-1.00<") == 1 and heat.count(">0.00<") == 0 and heat.count(">0<") >= 11
+    assert ">fp8-auto: accuracy<" in heat and ">fp8-auto - native<" in heat
+    assert ">native-auto - native<" not in heat and "int8" not in heat
+    assert f">{block['overall']['right_to_wrong']} <" in flips and "native-auto" not in flips
+    for empty in (figures.flips, figures.heat_maps):
+        assert empty({}, tmp_path / "none.png").read_bytes()[:4] == b"\x89PNG"

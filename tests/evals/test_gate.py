@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import Unreadable
 from pipeline.evals import gate_cli
 from pipeline.evals.baseline import check, reference, scores_of
-from pipeline.evals.compare import compare
+from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run
 from tests.evals.test_compare import GATES, HEADER, noisy, run, sample
 
@@ -124,6 +124,25 @@ def test_one_variant_alone_and_json(metrics, capsys):
     assert decision["baseline"]["native-auto"]["verdict"] == "pass"
     with pytest.raises(Unreadable, match="not compared: nvfp4-auto"):
         gate_cli.main([*arguments, "nvfp4-auto"])
+
+
+def test_the_gate_says_what_is_noise(metrics, capsys):
+    native, again = run(noisy(0.98, 1)), run(noisy(0.98, 2))
+    floors = noise(native, again, GATES)
+    variant = compare(native, run(noisy(0.98, 5)), GATES, noise=floors)
+    cell = floors["cells"]["overall"]
+    arguments = metrics(native__auto=NATIVE | {"noise": floors}, fp8__auto=variant)
+    gate_cli.main(arguments)
+    out = capsys.readouterr().out
+    assert f"A/A native-auto against itself: {cell['right_to_wrong']} lost, {cell['wrong_to_right']} won of 400" in out
+    assert f"within the noise of {cell['floor']:.3f}" in out
+    gate_cli.main([*arguments, "--json"])
+    decision = json.loads(capsys.readouterr().out)
+    assert decision["noise"]["native-auto"]["floor"] == cell["floor"]
+    assert decision["variants"]["fp8-auto"]["within_noise"] is True
+    absent = {"status": "not_comparable", "reason": "gates.noise_concurrency is null", "floor": None, "cells": {}}
+    gate_cli.main(metrics(native__auto=NATIVE | {"noise": absent}, fp8__auto=PASS))
+    assert "no noise floor, gates.noise_concurrency is null" in capsys.readouterr().out
 
 
 def test_nothing_to_judge_is_unreadable(tmp_path):

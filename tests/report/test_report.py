@@ -4,6 +4,9 @@ import io
 import pytest
 
 from pipeline.errors import Unreadable
+from pipeline.evals.baseline import reference
+from pipeline.evals.compare import compare, noise
+from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
 from pipeline.report.build import build, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
@@ -87,6 +90,37 @@ def test_a_row_takes_its_status_from_the_evaluation():
     evaluation = {"status": "valid", "reason": None, "accuracy": 0.9, "accuracy_stderr": 0.01, "n": 10}
     row = build_row(evaluation, bench, {"label": "scale_1.0"}, {"damage": None}, {"verdict": "pass", "memory_findings": []})
     assert (row["status"], row["speed"], row["speed_reason"]) == ("valid", "invalid", "c1: insane_itl")
+
+
+def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_not_be_scored(tmp_path, rows):
+    def sample(index: int, right: bool) -> dict:
+        listed = index % 2 == 0
+        row = dict.fromkeys(("id", "cluster", "prompt_hash"), str(index)) | {"length": 512, "depth": 0.5, "hits": [1]}
+        row |= {"outcome": "correct" if right else "degenerate", "repeats": not right}
+        family, tokens, script = ("ordered_recall", 65, "cyrillic") if listed else ("single", 2, "latin")
+        return row | {"family": family, "generated_tokens": tokens, "script": script}
+
+    header = {"status": "valid", "dataset_key": "k", "conditions": {}}
+    native = Run(header, tuple(sample(index, True) for index in range(80)))
+    rotten = Run(header, tuple(sample(index, index % 8 != 0) for index in range(80)))
+    floors = noise(native, native, {})
+    comparisons = {
+        "native-auto": reference(native, None, {}) | {"noise": floors},
+        "fp8-auto": compare(native, rotten, {"required_families": [], "min_gateable_families": 1}, noise=floors),
+        "int8-auto": {"status": "invalid", "verdict": "invalid", "reason": "stuck"},
+    }
+    build(rows, tmp_path, comparisons)
+    text = (tmp_path / "report.md").read_text()
+    assert "native asked twice lost 0 and won 0 of 80 gated answers" in text
+    assert "| fp8-auto | fail | 1.000 | 0.875 | -0.125 |" in text and "| 10 | 0 | 0.002 | above |" in text
+    assert "| variant | 0-8 (n 40) | 32-128 (n 40) |" in text and "| fp8-auto | 1.000 | 0.750 |" in text
+    assert "| variant | cyrillic (n 40) | latin (n 40) |" in text and "| fp8-auto | 0.750 | 1.000 |" in text
+    assert "| fp8-auto | 0.875 | 1.000 | 12.5% | 12.5% |" in text
+    assert "| int8-auto | invalid | — |" in text
+    for picture in ("heat_maps.svg", "accuracy_by_length.svg", "flips.svg"):
+        assert f"]({picture})" in text
+    build(rows, tmp_path)
+    assert "Accuracy against native" not in (tmp_path / "report.md").read_text()
 
 
 def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):
