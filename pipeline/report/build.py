@@ -10,10 +10,12 @@ from pipeline.evals import figures
 from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
 from pipeline.report import accuracy
+from pipeline.report.damage_figure import damage_svg
 from pipeline.report.figures import comparison_svg
 from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
 
 VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
+QUANTIZE = Path("metrics/quantize")
 
 
 def read_rows(folder: Path = VARIANTS) -> Rows:
@@ -34,6 +36,7 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
     text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
+    text += ["What re-encoding did to the weights:", "", "![SQNR by layer](damage_by_layer.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [
             "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
@@ -57,3 +60,9 @@ def build_evaluation_pictures(
     figures.accuracy_by_length({name: load_run(PAIRS / name / SAMPLES) for name in names}, target / "accuracy_by_length.svg")
     figures.heat_maps(comparisons, target / "heat_maps.svg")
     figures.flips(comparisons, target / "flips.svg")
+
+
+def build_damage_picture(rows: Rows, target: Path = Path("metrics"), folder: Path = QUANTIZE) -> None:
+    """Write damage_by_layer.svg: the damage reports of the quantizations in ``rows``.  Raises :class:`Unreadable` for an absent one."""
+    quants = dict.fromkeys(name.rpartition("-")[0] for name in ordered(rows))
+    write_text(target / "damage_by_layer.svg", damage_svg({quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}))

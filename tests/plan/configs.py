@@ -228,8 +228,9 @@ def k3(quant: str = "native", base: dict[str, Any] = TINY_K3) -> dict[str, Any]:
     config = copy.deepcopy(base)
     if quant == "bf16":
         return config
-    if quant == "fp8_dense":
-        groups = [_group(MXFP4, ["re:.*experts\\.\\d+\\..*"]), _group(FP8_BLOCK, DENSE_TARGETS)]
+    if quant in ("fp8_dense", "int8_dense"):
+        dense = FP8_BLOCK if quant == "fp8_dense" else FORMATS["int8"]
+        groups = [_group(MXFP4, ["re:.*experts\\.\\d+\\..*"]), _group(dense, DENSE_TARGETS)]
         name, ignore = "mixed-precision", DENSE_IGNORE
     else:
         groups, name = [_group(FORMATS[quant], ["Linear"])], FORMATS[quant][0]

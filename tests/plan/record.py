@@ -26,7 +26,7 @@ MEASURED = HERE / "measured.json"
 PLUGIN = HERE.parents[1] / "plugins" / "vllm_k3_cpu"
 NAMES = ("model", "quant", "kv", "ranks", "sequences", "tokens", "options")
 QUANTS = ("native", "fp8", "int8", "w4a16")
-OTHERS = ("bf16", "fp8_channel", "w4a16_g128", "nvfp4", "fp8_dense", "fp8_all")
+OTHERS = ("bf16", "fp8_channel", "w4a16_g128", "nvfp4", "fp8_dense", "fp8_all", "int8_dense")
 # (model, quant, kv, ranks, sequences, tokens of each report, engine options)
 ENGINES = (
     [("k3", "native", "auto", 1, 16, [2048, 512], {})]
