@@ -9,7 +9,7 @@ from pipeline.evals.settings import parse
 from pipeline.files import read_json, sha256_json, write_json
 from pipeline.plan import hardware
 from pipeline.serve.server import running
-from pipeline.serving import server_settings
+from pipeline.serving import check_scales, server_settings
 from pipeline.variant import Variant
 
 
@@ -17,7 +17,7 @@ def main(name: str) -> None:
     variant, model = Variant.parse(name), params.load("model")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     kv, software = read_json(f"metrics/kv/{name}.json"), read_json("metrics/software.json")
-    checkpoint = store.resolve(variant.quant)
+    checkpoint = store.served(variant.quant, name)
     request = server_settings(
         machine, model["name"], checkpoint, kv["setting"], trust_remote_code=model["trust_remote_code"]
     )
@@ -29,6 +29,7 @@ def main(name: str) -> None:
     }
     settings, samples = parse(params.load("eval")), Path("data/samples") / name
     with running(request, Path("data/logs") / f"evaluate-{name}.log") as server:
+        check_scales(kv["label"], server.effective["kv_scales"])
         result = runner.evaluate(
             server.base_url,
             server.model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.report.build import build, build_evaluation_pictures, read_rows
+from pipeline.report.build import build, build_evaluation_pictures, build_memory, read_rows
 from pipeline.report.table import markdown
 
 
@@ -13,6 +13,7 @@ def main(argv: list[str]) -> int:
     argparse.ArgumentParser(prog="python3 -m pipeline report", description=main.__doc__).parse_args(argv)
     rows = read_rows()
     build(rows)
+    build_memory()
     build_evaluation_pictures(rows)
     print(markdown(rows), end="")
     return 0
