@@ -10,7 +10,7 @@ from pipeline.bench.settings import BenchSettings
 from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.serve.server import running
-from pipeline.serving import server_settings
+from pipeline.serving import check_scales, server_settings
 from pipeline.variant import Variant
 
 
@@ -19,10 +19,11 @@ def main(name: str) -> None:
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     kv = read_json(f"metrics/kv/{name}.json")
     request = server_settings(
-        machine, model["name"], store.resolve(variant.quant), kv["setting"], trust_remote_code=model["trust_remote_code"]
+        machine, model["name"], store.served(variant.quant, name), kv["setting"], trust_remote_code=model["trust_remote_code"]
     )
     runs = Path(".cache/bench") / name  # kept by a killed bench for the next one; a finished bench starts afresh
     with running(request, Path("data/logs") / f"bench-{name}.log") as server:
+        check_scales(kv["label"], server.effective["kv_scales"])
         result = bench(
             server,
             BenchSettings.from_params(params.load("bench")),
