@@ -2,16 +2,20 @@
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
-from pipeline import params, stage, store
-from pipeline.bench.runner import bench
-from pipeline.bench.settings import BenchSettings
-from pipeline.files import read_json, write_json
-from pipeline.plan import hardware
-from pipeline.serve.server import running
-from pipeline.serving import server_settings
-from pipeline.variant import Variant
+BEGAN = time.monotonic()
+
+from pipeline import params, stage, store  # noqa: E402
+from pipeline.bench.runner import bench  # noqa: E402
+from pipeline.bench.settings import BenchSettings  # noqa: E402
+from pipeline.bench.summary import overhead  # noqa: E402
+from pipeline.files import read_json, write_json  # noqa: E402
+from pipeline.plan import hardware  # noqa: E402
+from pipeline.serve.server import running  # noqa: E402
+from pipeline.serving import server_settings  # noqa: E402
+from pipeline.variant import Variant  # noqa: E402
 
 
 def main(name: str) -> None:
@@ -29,7 +33,11 @@ def main(name: str) -> None:
             runs,
             hardware=read_json("metrics/hardware.json"),
             software=read_json("metrics/software.json"),
+            devices=machine.layout.ranks,
+            price_usd_per_hour=machine.price_usd_per_hour,
+            platform=machine.platform,
         )
+    result["overhead"] = overhead(time.monotonic() - BEGAN, result["load"]["load_s"], result["client_s"])
     write_json(f"metrics/bench/{name}.json", result)
     shutil.rmtree(runs)
     print(f"{name}: {result['status']}, {result['output_tok_s']:.0f} output tok/s", file=sys.stderr)

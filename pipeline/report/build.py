@@ -9,7 +9,7 @@ from pipeline.evals import figures
 from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
 from pipeline.report.figures import comparison_svg
-from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
+from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
 
 VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
 
@@ -26,7 +26,10 @@ def build(rows: Rows, target: Path = Path("metrics")) -> None:
     """Write report.md, comparison.csv, headline.json and the pictures into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
-    text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
+    text = ["# Comparison of variants", ""]
+    if replay := replay_markdown(rows):
+        text += ["## Real traffic, replayed at its own times", "", replay, "## The same model under synthetic load", ""]
+    text += [markdown(rows), "![comparison](comparison.svg)", ""]
     text += ["![accuracy by length](accuracy_by_length.svg)", "", "![answers lost and won](flips.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [
