@@ -34,6 +34,9 @@ HEADLINE = (
     "usd_per_million_tokens",
     "usd_reason",
     "prefix_hit_rate",
+    "output_tok_s_min",
+    "output_tok_s_max",
+    "values",
 )
 """Figures of the headline point that stand at the top of the result, besides vllm's own."""
 

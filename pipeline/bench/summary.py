@@ -54,7 +54,10 @@ def summarize(
             summary |= {f"{ours}_min": min(values), f"{ours}_max": max(values), f"{ours}_spread": spread(values)}
     summary["repeats"] = len(runs)
     summary["interval_level"] = interval_level(len(runs))
-    summary["values"] = {name: [run.raw[METRICS[name]] for run in runs] for name in INTERVALS}
+    told = {name: METRICS[name] for name in (*INTERVALS, "total_tok_s", "request_throughput")}
+    summary["values"] = {ours: [run.raw[theirs] for run in runs] for ours, theirs in told.items()}
+    if all(run.raw.get("request_goodput") is not None for run in runs):
+        summary["values"]["goodput_requests_s"] = [run.raw["request_goodput"] for run in runs]
     for name in ("output_tok_s", "total_tok_s"):
         summary[f"{name}_per_device"] = summary[name] / devices
     summary["output_tok_s_per_user"] = 1000 / summary["tpot_ms_p50"] if summary["tpot_ms_p50"] else None
