@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.bench.client import BenchClient
 from pipeline.bench.key import comparability
+from pipeline.bench.prefix import boundary_lengths, prefix_hits
 from pipeline.bench.runner import bench, checkpoint_id
 from pipeline.errors import Invalid, Refused
 from pipeline.evals.dataset import Item
@@ -24,6 +25,7 @@ from pipeline.tuning.probe import probe
 from pipeline.tuning.settings import SERVER_AXES, UNDER_TEST, Point, TuningSettings
 from pipeline.variant import Variant
 
+PREFIX_AXES = (None, "block_size", "prefix_match_unit")
 RESOLVED = {"block_size", "kv", "prefix_match_unit"}
 """Axes whose effect the engine reports before anything is measured: two points with equal reports are one engine."""
 
@@ -119,12 +121,27 @@ class Measurer:
             platform=self.machine.platform,
         )
         return EMPTY | {
+            "prefix": self._prefix(server, point, done),
             "status": measured["status"],
             "reason": measured["reason"],
             "resolved": effective,
             "bench": measured,
             "probe": probe(server, self.items),
         }
+
+    def _prefix(self, server: Server, point: Point, done: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Hits of shared prefixes around the baseline's block, where the axis can change them.
+
+        https://github.com/vllm-project/recipes/pull/861: 1400 shared tokens and blocks of 1536 gave no hit at all.
+        """
+        if point.axis not in PREFIX_AXES:
+            return None
+        block = (done[0]["resolved"] if done else resolved(server.effective))["block_size"]
+        if not block:
+            return None
+        config = read_json(server.settings.model / "config.json")
+        vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        return prefix_hits(server, [round(0.9 * block), *boundary_lengths(block)], vocabulary)
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +184,7 @@ class Measurer:
 
 ATTEMPTS = 2
 """A point that something disturbed is measured once more."""
-EMPTY = {"status": "invalid", "reason": None, "coincides_with": None, "resolved": None, "bench": None, "probe": None}
+EMPTY = {"status": "invalid", "reason": None, "coincides_with": None, "resolved": None, "bench": None, "probe": None, "prefix": None}
 
 
 def resolved(effective: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,11 +135,27 @@ def markdown(result: Mapping[str, Any]) -> str:
             if row["axis"] in (None, "block_size")
         ],
     )
+    lines += _prefixes(rows)
     notes = [f"- {row['name']}: {row['status']}, {row['reason']}" for row in rows if row["reason"]]
     notes += [f"- {row['name']} also moved {_moved(row)}" for row in rows if row["also_moved"] and not row["coincides_with"]]
     if notes:
         lines += ["## Notes", "", *notes, ""]
     return "\n".join(lines)
+
+
+def _prefixes(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Tokens of a shared prefix that came from the cache, by its length."""
+    probed = [row for row in rows if row.get("prefix_hits")]
+    if not probed:
+        return []
+    lengths = [str(hit["prefix_tokens"]) for hit in probed[0]["prefix_hits"]]
+    return [
+        "## Shared prefixes",
+        "",
+        "Tokens served from the prefix cache when a second prompt shares so many tokens with a first one.",
+        "",
+        *_table(["setting", *lengths], [[row["name"], *(str(hit["hit_tokens"]) for hit in row["prefix_hits"])] for row in probed]),
+    ]
 
 
 def _moved(row: Mapping[str, Any]) -> str:

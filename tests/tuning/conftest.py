@@ -116,6 +116,7 @@ def tuning(mock_settings, checkpoint, tmp_path, monkeypatch):  # noqa: F811
             folder.mkdir(exist_ok=True)
             if not (folder / "model.safetensors").exists():
                 (folder / "model.safetensors").write_bytes(quant.encode())
+                (folder / "config.json").write_text('{"vocab_size": 1024}')
             return dataclasses.replace(asked, model=folder, kv_cache_dtype=kv)
 
         def starts(settings, log_path):

@@ -33,6 +33,8 @@ def test_a_run(tuning, tmp_path):
     assert rows["baseline"]["accuracy"] == 1.0 and rows["max_num_seqs=32"]["same_answers_as_baseline"] == 1.0
     assert rows["baseline"]["block_size"] == 256 and rows["baseline"]["waste_tokens"] == 256 - 24
     assert rows["baseline"]["waste_bytes"] == 232 * 576 and rows["baseline"]["kv_share"] == pytest.approx(8 / 15)
+    assert [hit["prefix_tokens"] for hit in rows["baseline"]["prefix_hits"]] == [230, 255, 256, 257]
+    assert rows["max_num_seqs=8"]["prefix_hits"] is None
     assert result["knees"]["max_num_seqs"]["status"] == "still_rising"
     found = result["recommendation"]
     assert found["moved"] == {"max_num_seqs": 32} and found["verdict"] == "beats" and len(found["ratios"]) == 3
