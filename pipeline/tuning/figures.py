@@ -105,7 +105,10 @@ def _labels(axis, points: list[tuple[float, float, str]]) -> None:
         while any(abs(x - other) < 0.22 * wide and abs(y / high - shift / 100 - spot) < 0.035 for other, spot in placed):
             shift += 3.5
         placed.append((x, y / high - shift / 100))
-        axis.annotate(name, (x, y), xytext=(6, 3 - 3.0 * shift), textcoords="offset points", fontsize=7)
+        leader = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift else None
+        axis.annotate(
+            name, (x, y), xytext=(9, 3 - 3.0 * shift), textcoords="offset points", fontsize=7, arrowprops=leader, va="center"
+        )
 
 
 def knees_svg(result: Mapping[str, Any]) -> str:
