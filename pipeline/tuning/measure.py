@@ -26,8 +26,9 @@ from pipeline.tuning.settings import SERVER_AXES, UNDER_TEST, Point, TuningSetti
 from pipeline.variant import Variant
 
 PREFIX_AXES = (None, "block_size", "prefix_match_unit")
-RESOLVED = {"block_size", "kv", "prefix_match_unit"}
-"""Axes whose effect the engine reports before anything is measured: two points with equal reports are one engine."""
+RESOLVED = {"block_size": "block_size", "kv": "kv_cache_dtype", "prefix_match_unit": "prefix_hit_alignment_tokens"}
+"""Axes whose effect the engine reports before anything is measured, and under which name: two points with equal reports,
+this name's among them, are one engine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Measurer:
 
     def _on(self, server: Server, point: Point, done: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
         effective = resolved(server.effective)
-        for other in done if point.axis in RESOLVED else ():
+        known = effective.get(RESOLVED.get(point.axis, "")) is not None
+        for other in done if known else ():
             if other["resolved"] == effective and other["axis"] in (None, point.axis) and not other["coincides_with"]:
                 return EMPTY | {"status": "valid", "coincides_with": other["name"], "resolved": effective}
         measured = bench(

@@ -10,7 +10,7 @@ from pipeline.bench.client import BenchClient
 from pipeline.env_facts import python_of
 from pipeline.evals.dataset import Item
 from pipeline.tuning import analysis
-from pipeline.tuning.measure import Machine, Measurer, check_comparable, log
+from pipeline.tuning.measure import RESOLVED, Machine, Measurer, check_comparable, log
 from pipeline.tuning.probe import agreement
 from pipeline.tuning.settings import AXES, TuningSettings, expand
 
@@ -143,7 +143,7 @@ def _also_moved(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
     """Effective settings that the engine changed along with the axis: one request may move several things inside."""
     if not result["resolved"] or result["axis"] is None:
         return {}
-    own = {"kv": "kv_cache_dtype", "prefix_match_unit": "prefix_hit_alignment_tokens"}.get(result["axis"], result["axis"])
+    own = RESOLVED.get(result["axis"], result["axis"])
     base = baseline["resolved"]
     return {name: value for name, value in result["resolved"].items() if name != own and base.get(name) != value}
 

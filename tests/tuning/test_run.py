@@ -118,6 +118,13 @@ def test_another_quantization_with_emulated_kernels_gets_no_percentage(tuning):
     assert re.search(r"quant=int8 \|.*not comparable", report.markdown(result))
 
 
+def test_a_setting_whose_effect_the_engine_does_not_report_is_measured(tuning):
+    """The stand-in says nothing of its prefix-hit alignment: silence is not coincidence."""
+    settings = dataclasses.replace(SETTINGS, axes={"prefix_match_unit": [64]})
+    row = tuning.tune(by_seqs, settings)[0]["rows"][1]
+    assert row["coincides_with"] is None and row["difference_pct"] is not None
+
+
 def test_the_probe_sees_answers_that_degenerate():
     from types import SimpleNamespace
 
