@@ -53,7 +53,8 @@ def pareto_svg(result: Mapping[str, Any]) -> str:
     Hollow: not comparable in speed (emulated kernels of another quantization) or invalid; shown, never on the front.
     """
     plt = _pyplot()
-    rows = [row for row in result["rows"] if row.get("output_tok_s_per_device") is not None]
+    wanted = ("output_tok_s_per_device", "output_tok_s_per_user")
+    rows = [row for row in result["rows"] if all(row.get(name) is not None for name in wanted)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
     for row in rows:
         color, valid = COLORS[row["axis"]], row["status"] == "valid"

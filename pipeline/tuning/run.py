@@ -18,6 +18,8 @@ FIGURES = (
     "output_tok_s",
     "output_tok_s_min",
     "output_tok_s_max",
+    "total_tok_s",
+    "request_throughput",
     "output_tok_s_per_device",
     "output_tok_s_per_user",
     "total_tok_s_per_device",
@@ -168,7 +170,8 @@ def verify(settings: TuningSettings, pairs: Sequence[Mapping[str, Any]]) -> dict
     good = [
         pair["recommended"]["value"] / pair["default"]["value"]
         for pair in pairs
-        if pair["default"]["status"] == pair["recommended"]["status"] == "valid" and pair["default"]["value"]
+        if pair["default"]["status"] == pair["recommended"]["status"] == "valid"
+        and min(pair["default"]["value"], pair["recommended"]["value"]) > 0
     ]
     difference = analysis.paired_difference(good, settings.confidence) if len(good) >= 3 else {
         "difference_pct": None,
