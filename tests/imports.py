@@ -1,4 +1,7 @@
-"""The project modules that a Python file imports, transitively; run as a script, rewrites the deps of dvc.yaml and tuning/dvc.yaml from them."""
+"""The project modules that a Python file imports, transitively.
+
+Run as a script, it rewrites the deps of dvc.yaml and tuning/dvc.yaml from them.
+"""
 
 import ast
 import sys

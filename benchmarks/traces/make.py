@@ -2,9 +2,9 @@
 
     python3 benchmarks/traces/make.py
 
-Conversations start as a Poisson process whose rate doubles for a while in the middle (a burst).  Each begins with one of
-three system prompts; a later turn repeats everything before it, as chat clients do, and adds a question.  Lengths are
-log-normal.  No real user's data is in it.
+Conversations start as a Poisson process whose rate doubles for a while in the middle (a burst).  Each begins with one
+of three system prompts; a later turn repeats everything before it, as chat clients do, and adds a question.  Lengths
+are log-normal.  No real user's data is in it.
 """
 
 from __future__ import annotations

@@ -86,9 +86,8 @@ def _nvml() -> dict[str, tuple[float, float | None]]:
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     for index in range(count.value):
         handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-        failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetTotalEnergyConsumption(
-            handle, ctypes.byref(millijoules)
-        )
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+        failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
         if failed:
             raise Unmeasurable(f"GPU {index} has no energy counter (NVML error {failed})")
         readings[f"gpu{index}"] = (millijoules.value / 1e3, None)

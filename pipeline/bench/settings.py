@@ -23,8 +23,9 @@ LISTS = ("concurrency", "request_rate")
 class Load:
     """How the requests of one point arrive.
 
-    ``concurrency``: a closed loop, ``value`` requests in flight.  ``request_rate``: an open loop, ``value`` requests/s as a
-    Poisson process whatever the server does.  ``trace``: an open loop at the times of the trace file; ``value`` is 0.
+    ``concurrency``: a closed loop, ``value`` requests in flight.  ``request_rate``: an open loop, ``value``
+    requests/s as a Poisson process whatever the server does.  ``trace``: an open loop at the times of the trace file;
+    ``value`` is 0.
     """
 
     kind: str
@@ -101,8 +102,8 @@ class BenchSettings:
     max_late_ms: float = 100.0
     """Most that the median request of a trace may be sent later than the trace says: beyond it the loop is not open."""
     cache: str = "cold"
-    """``cold``: the prefix cache is reset before each run and must not hit.  ``shared``: it is reset, and hits within a run
-    belong to the workload (unrelated prompts must still not hit).  ``warm``: it is never reset."""
+    """``cold``: the prefix cache is reset before each run and must not hit.  ``shared``: it is reset, and hits within
+    a run belong to the workload (unrelated prompts must still not hit).  ``warm``: it is never reset."""
     client_timeout_s: float = 3600.0
     """Longest time of one timed run."""
 

@@ -43,8 +43,8 @@ def summarize(
     """One point: the median over its repeats of each metric, with lowest, highest and spread.
 
     ``[_min, _max]`` is an interval for the median at level ``interval_level``.  ``output_tok_s_per_user`` is what one
-    reader sees while tokens stream, 1000 / ``tpot_ms_p50``.  ``price_usd_per_hour`` is that of all ``devices`` together;
-    ``no_energy`` says why the machine's energy could not be read.
+    reader sees while tokens stream, 1000 / ``tpot_ms_p50``.  ``price_usd_per_hour`` is that of all ``devices``
+    together; ``no_energy`` says why the machine's energy could not be read.
     """
     summary: dict[str, Any] = {}
     for ours, theirs in METRICS.items():
@@ -85,7 +85,8 @@ def _goodput(runs: Sequence[Run]) -> dict[str, Any]:
 def _energy(runs: Sequence[Run], reason: str | None) -> dict[str, Any]:
     joules = [run.energy_j for run in runs]
     if not joules or None in joules:
-        return {"energy_j_per_output_token": None, "energy_reason": reason or "a counter could not be read in every run"}
+        reason = reason or "a counter could not be read in every run"
+        return {"energy_j_per_output_token": None, "energy_reason": reason}
     tokens = [sum(run.raw["output_lens"]) for run in runs]
     return {
         "energy_j_per_output_token": statistics.median(j / n for j, n in zip(joules, tokens)) if all(tokens) else None,
@@ -120,8 +121,8 @@ def memory_summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def overhead(stage_s: float, server_start_s: float, client_s: float) -> dict[str, float]:
     """What a stage costs beyond what vllm itself takes: ``ratio`` = stage / (server start + bench client), in seconds.
 
-    Beyond are the interpreter, settled counters, the memory report and the orderly end of the server.  Waiting for another
-    measured run counts too, so that a ratio above 1.1 on a busy machine need not be ours.
+    Beyond are the interpreter, settled counters, the memory report and the orderly end of the server.  Waiting for
+    another measured run counts too, so that a ratio above 1.1 on a busy machine need not be ours.
     """
     return {
         "stage_s": stage_s,

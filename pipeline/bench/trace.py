@@ -1,9 +1,9 @@
 """Traces of real traffic, read from two public layouts and written as the one that ``vllm bench serve`` replays.
 
-* Mooncake, JSON lines: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (one id a block of 512 prompt
-  tokens; equal ids, from the first on, mean an equal prefix).
-* BurstGPT, CSV: ``Timestamp`` (s), ``Request tokens``, ``Response tokens``; failed requests have 0 response tokens and are
-  left out.  It knows no prefixes, so no two prompts share one.
+* Mooncake, JSON lines: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (one id a block of 512
+  prompt tokens; equal ids, from the first on, mean an equal prefix).
+* BurstGPT, CSV: ``Timestamp`` (s), ``Request tokens``, ``Response tokens``; failed requests have 0 response tokens
+  and are left out.  It knows no prefixes, so no two prompts share one.
 
 Prompts are not in either: vllm's ``timed_trace`` data set draws random tokens a block id.
 """
@@ -86,8 +86,8 @@ def _mooncake(path: Path, text: str, block_tokens: int) -> list[tuple]:
         wanted = math.ceil(row[1] / block_tokens)
         if row[3] is not None and len(row[3]) != wanted:
             raise Unreadable(
-                f"{path}, line {number}: {len(row[3])} hash_ids for {row[1]} tokens, {wanted} expected at {block_tokens} "
-                "tokens a block (bench.trace_block_tokens)"
+                f"{path}, line {number}: {len(row[3])} hash_ids for {row[1]} tokens, {wanted} expected at "
+                f"{block_tokens} tokens a block (bench.trace_block_tokens)"
             )
         rows.append(_checked(path, number, row))
     return rows
@@ -110,7 +110,9 @@ def _burstgpt(path: Path, text: str) -> list[tuple]:
 
 def _checked(path: Path, number: int, row: tuple) -> tuple:
     if row[1] < 1 or row[2] < 1 or not math.isfinite(row[0]):
-        raise Unreadable(f"{path}, line {number}: a request needs a time and at least one token each way, not {row[:3]}")
+        raise Unreadable(
+            f"{path}, line {number}: a request needs a time and at least one token each way, not {row[:3]}"
+        )
     return row
 
 
@@ -154,8 +156,8 @@ def check_fits(requests: Sequence[TraceRequest], max_model_len: int | None, wher
     if max_model_len is not None and longest > max_model_len:
         count = sum(request.input_tokens + request.output_tokens > max_model_len for request in requests)
         raise Refused(
-            f"{where}: {count} of {len(requests)} requests are longer than the {max_model_len} tokens that the server takes, "
-            f"the longest {longest}; set bench.trace_length_scale to {max_model_len / longest:.3g} or less"
+            f"{where}: {count} of {len(requests)} requests are longer than the {max_model_len} tokens that the server "
+            f"takes, the longest {longest}; set bench.trace_length_scale to {max_model_len / longest:.3g} or less"
         )
 
 

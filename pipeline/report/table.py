@@ -46,7 +46,8 @@ def replay_markdown(rows: Rows) -> str:
         row = rows[name]
         label = "invalid" if row["trace_status"] != "valid" else row.get("speed", "measured")
         mark = "" if label == "measured" else f" ({label})"
-        cells = [_shown(row.get(f"trace_{key}"), form) + mark * (index == 0) for index, (key, _, form) in enumerate(REPLAY)]
+        cells = [_shown(row.get(f"trace_{key}"), form) for key, _, form in REPLAY]
+        cells[0] += mark
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -12,8 +12,9 @@ from scipy import stats
 from pipeline.bench.key import compare
 
 KNEE_METHOD = (
-    "smallest setting whose median is within {tolerance:.0%} of the best median on its axis; `flat` when that is the smallest "
-    "tried, `still_rising` when it is the largest; beside it Kneedle's point, farthest above the chord over log2(setting)"
+    "smallest setting whose median is within {tolerance:.0%} of the best median on its axis; `flat` when that is the "
+    "smallest tried, `still_rising` when it is the largest; beside it Kneedle's point, farthest above the "
+    "chord over log2(setting)"
 )
 
 
@@ -72,7 +73,7 @@ def knee(curve: Sequence[tuple[float, float]], tolerance: float) -> dict[str, An
 
 
 def kneedle(curve: Sequence[tuple[float, float]]) -> float | None:
-    """The setting farthest above the chord of a rising curve, settings on a log2 scale; ``None`` when it never is above."""
+    """The setting farthest above the chord of a rising curve, on a log2 scale; ``None`` when none is above it."""
     xs = [math.log2(max(setting, 1)) for setting, _ in curve]
     ys = [median for _, median in curve]
     if xs[-1] == xs[0] or max(ys) == min(ys) or ys[-1] <= ys[0]:
@@ -85,13 +86,15 @@ def kneedle(curve: Sequence[tuple[float, float]]) -> float | None:
     return curve[highest][0] if above[highest] > 1e-9 else None
 
 
-def recommend(rows: Sequence[Mapping[str, Any]], knees: Mapping[str, Mapping], max_accuracy_loss: float) -> dict[str, Any]:
+def recommend(
+    rows: Sequence[Mapping[str, Any]], knees: Mapping[str, Mapping], max_accuracy_loss: float
+) -> dict[str, Any]:
     """What to test against the default, and the runner-up.
 
-    A setting counts as better when the whole interval of its difference is above 0 and its probe is no worse.  Where such
-    settings lie on several axes, their combination is recommended (each axis at its knee if that is better too, else at its
-    best) and has to prove itself in the paired run; the runner-up is the best single one.  Where there is none, the best
-    median is still tested, so that "nothing beats the default" rests on a fresh run.
+    A setting counts as better when the whole interval of its difference is above 0 and its probe is no worse.  Where
+    such settings lie on several axes, their combination is recommended (each axis at its knee if that is better too,
+    else at its best) and has to prove itself in the paired run; the runner-up is the best single one.  Where there is
+    none, the best median is still tested, so that "nothing beats the default" rests on a fresh run.
     """
     usable = [row for row in rows if row["axis"] and row["status"] == "valid" and not row["coincides_with"]]
     usable = [row for row in usable if not row["accuracy_lost"] or row["accuracy_lost"] <= max_accuracy_loss]

@@ -67,12 +67,14 @@ def pareto_svg(result: Mapping[str, Any]) -> str:
     valid = [(row["output_tok_s_per_user"], row["output_tok_s_per_device"]) for row in rows if row["status"] == "valid"]
     left.plot(*zip(*front(valid)), color="#bbbbbb", zorder=1, linewidth=1)
     left.set(xlabel="output tok/s a user (1000 / TPOT p50)", ylabel="output tok/s a device")
-    left.set_title("speed (up and right is better)" + (", emulated" if result["speed_label"] == "emulated" else ""), fontsize=10)
+    label = ", emulated" if result["speed_label"] == "emulated" else ""
+    left.set_title(f"speed (up and right is better){label}", fontsize=10)
     told: dict[tuple[float, float], list[str]] = {}
     for row in rows:
         if row.get("accuracy") is not None and row.get("kv_bytes_allocated") is not None:
             told.setdefault((round(_memory(row), 1), row["accuracy"]), []).append(row["name"])
-    _labels(right, [(x, y, names[0] if len(names) == 1 else f"{len(names)} settings") for (x, y), names in told.items()])
+    texts = {spot: names[0] if len(names) == 1 else f"{len(names)} settings" for spot, names in told.items()}
+    _labels(right, [(x, y, text) for (x, y), text in texts.items()])
     right.set(xlabel="weights + KV cache + activation peak, MiB", ylabel="accuracy of the probe")
     right.set_title("accuracy against memory (up and left is better)", fontsize=10)
     right.set_ylim(-0.05, 1.08)
@@ -103,13 +105,14 @@ def _labels(axis, points: list[tuple[float, float, str]]) -> None:
     wide, high = (max(xs) - min(xs)) or 1, (max(ys) - min(ys)) or 1
     for x, y, name in sorted(points, key=lambda point: -point[1]):
         shift = 0.0
-        while any(abs(x - other) < 0.22 * wide and abs(y / high - shift / 100 - spot) < 0.035 for other, spot in placed):
+        while any(
+            abs(x - other) < 0.22 * wide and abs(y / high - shift / 100 - spot) < 0.035 for other, spot in placed
+        ):
             shift += 3.5
         placed.append((x, y / high - shift / 100))
         leader = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift else None
-        axis.annotate(
-            name, (x, y), xytext=(9, 3 - 3.0 * shift), textcoords="offset points", fontsize=7, arrowprops=leader, va="center"
-        )
+        style = {"xytext": (9, 3 - 3.0 * shift), "textcoords": "offset points", "fontsize": 7, "va": "center"}
+        axis.annotate(name, (x, y), arrowprops=leader, **style)
 
 
 def knees_svg(result: Mapping[str, Any]) -> str:
@@ -119,16 +122,19 @@ def knees_svg(result: Mapping[str, Any]) -> str:
     figure, panels = plt.subplots(1, len(axes), figsize=(4.2 * len(axes), 3.6), layout="constrained", squeeze=False)
     baseline = result["rows"][0]
     for panel, name in zip(panels.flat, axes):
-        rows = [row for row in result["rows"] if row["axis"] == name and row["status"] == "valid" and row.get("output_tok_s")]
+        mine = [row for row in result["rows"] if row["axis"] == name and row["status"] == "valid"]
         own = result["baseline"].get(name)
         own = (baseline["effective"] or {}).get(name) if own is None else own
-        drawn = sorted([(row["value"], row) for row in rows] + ([(own, baseline)] if own is not None else []), key=lambda p: p[0])
+        drawn = [(row["value"], row) for row in mine if row.get("output_tok_s")]
+        drawn = sorted(drawn + ([(own, baseline)] if own is not None else []), key=lambda pair: pair[0])
         xs, ys = [max(value, 1) for value, _ in drawn], [row["output_tok_s"] for _, row in drawn]
         low = [row["output_tok_s"] - row["output_tok_s_min"] for _, row in drawn]
         high = [row["output_tok_s_max"] - row["output_tok_s"] for _, row in drawn]
-        panel.errorbar(xs, ys, yerr=[low, high], marker="o", markersize=4, capsize=3, color=COLORS.get(name), linewidth=1.2)
+        style = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.2, "color": COLORS.get(name)}
+        panel.errorbar(xs, ys, yerr=[low, high], **style)
         if own is not None:
-            panel.plot([max(own, 1)], [baseline["output_tok_s"]], marker="*", markersize=12, color=COLORS[None], zorder=4)
+            star = {"marker": "*", "markersize": 12, "color": COLORS[None], "zorder": 4}
+            panel.plot([max(own, 1)], [baseline["output_tok_s"]], **star)
         knee = result["knees"].get(name, {})
         if knee.get("knee") is not None:
             panel.axvline(max(knee["knee"], 1), color="#999999", linestyle=":", linewidth=1)

@@ -1,7 +1,8 @@
 """Measures the points of a tuning run: a server a point, one bench client for all; finished points are files.
 
-A point's file is named by what decides its figures: comparability key, requested settings, checkpoint, probe.  A killed run
-goes on where it was (inside a point as well: the bench keeps its finished runs), and nothing that is done is done again.
+A point's file is named by what decides its figures: comparability key, requested settings, checkpoint, probe.  A
+killed run goes on where it was (inside a point as well: the bench keeps its finished runs), and nothing that is done
+is done again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pipeline.variant import Variant
 
 PREFIX_AXES = (None, "block_size", "prefix_match_unit")
 RESOLVED = {"block_size": "block_size", "kv": "kv_cache_dtype", "prefix_match_unit": "prefix_hit_alignment_tokens"}
-"""Axes whose effect the engine reports before anything is measured, and under which name: two points with equal reports,
-this name's among them, are one engine."""
+"""Axes whose effect the engine reports before anything is measured, and under which name: two points with equal
+reports, this name's among them, are one engine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Measurer:
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def pairs(self, moved: Mapping[str, Any], tick: Callable[[], Any]) -> list[dict[str, Any]]:
-        """``settings.pairs`` fresh pairs of the baseline and the setting ``moved``, with the same prompts, order in turn."""
+        """``settings.pairs`` fresh pairs of the baseline and ``moved``, with the same prompts, order in turn."""
         servers = {"default": self.requested({}), "recommended": self.requested(moved)}
         keys = {name: self.key(server) for name, server in servers.items()}
         found = []
@@ -186,7 +187,7 @@ class Measurer:
 
 ATTEMPTS = 2
 """A point that something disturbed is measured once more."""
-EMPTY = {"status": "invalid", "reason": None, "coincides_with": None, "resolved": None, "bench": None, "probe": None, "prefix": None}
+EMPTY = {"status": "invalid"} | dict.fromkeys(("reason", "coincides_with", "resolved", "bench", "probe", "prefix"))
 
 
 def resolved(effective: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +219,9 @@ def check_comparable(results: Sequence[Mapping[str, Any]]) -> None:
     if baseline["axis"] is not None:
         raise Refused("a tuning run begins with its baseline")
     if baseline["status"] != "valid":
-        raise Invalid(f"the baseline is {baseline['status']}: {baseline['reason']}; run `python3 -m pipeline tune` again")
+        raise Invalid(
+            f"the baseline is {baseline['status']}: {baseline['reason']}; run `python3 -m pipeline tune` again"
+        )
 
 
 def log(text: str) -> None:

@@ -30,7 +30,7 @@ def choose(items: Sequence[Item], families: Sequence[str], count: int) -> list[I
 
 
 def probe(server: Server, items: Sequence[Item]) -> dict[str, Any] | None:
-    """Greedy answers to ``items``: ``accuracy``, ``items``, ``degenerate``, ``answers`` (texts).  ``None`` without items."""
+    """Greedy answers to ``items``: ``accuracy``, ``items``, ``degenerate``, ``answers``.  ``None`` without items."""
     if not items:
         return None
     with ThreadPoolExecutor(PARALLEL) as pool:

@@ -13,9 +13,9 @@ from pipeline.report.columns import binary
 from pipeline.tuning.figures import knees_svg, pareto_svg
 
 CSV = (
-    "name", "axis", "value", "status", "reason", "coincides_with", "output_tok_s", "output_tok_s_min", "output_tok_s_max",
-    "difference_pct", "low_pct", "high_pct", "output_tok_s_per_device", "output_tok_s_per_user", "ttft_ms_p50", "tpot_ms_p50",
-    "e2el_ms_p50", "goodput_requests_s", "preemptions", "kv_cache_usage_max", "block_size", "num_blocks",
+    "name", "axis", "value", "status", "reason", "coincides_with", "output_tok_s", "output_tok_s_min",
+    "output_tok_s_max", "difference_pct", "low_pct", "high_pct", "output_tok_s_per_device", "output_tok_s_per_user",
+    "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50", "goodput_requests_s", "preemptions", "kv_cache_usage_max", "block_size", "num_blocks",
     "kv_capacity_tokens", "waste_tokens", "waste_bytes", "waste_fraction", "kv_share", "weight_bytes",
     "activation_peak_bytes", "accuracy", "degenerate", "same_answers_as_baseline", "usd_per_million_output_tokens",
     "energy_j_per_output_token",
@@ -96,8 +96,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Runner-up: {second}.",
         "",
         f"Differences are of {result['objective']} against the baseline `{result['baseline']['name']}`, with "
-        f"{result['confidence']:.0%} Welch intervals over repeats.  Points are measured one after the other: drift of the machine "
-        "is in them, and only the paired run is free of it.",
+        f"{result['confidence']:.0%} Welch intervals over repeats.  Points are measured one after the other: drift of "
+        "the machine is in them, and only the paired run is free of it.",
         "",
         *_table([name for name, _ in COLUMNS], [[show(row) for _, show in COLUMNS] for row in rows]),
     ]
@@ -114,12 +114,15 @@ def markdown(result: Mapping[str, Any]) -> str:
     )  # fmt: skip
     lines += ["![knees](knees.svg)", "", "## Block size", ""]
     lines += [
-        "The engine rounds a requested block up until an attention page holds a state page.  Waste is the empty part of one "
-        "request's last block; share is the cache's of weights, cache and activation peak.",
+        "The engine rounds a requested block up until an attention page holds a state page.  Waste is the empty part "
+        "of one request's last block; share is the cache's of weights, cache and activation peak.",
         "",
     ]
     lines += _table(
-        ["requested", "effective", "same engine as", "blocks", "capacity, tokens", "waste a request", "of blocks held", "KV share"],
+        [
+            *("requested", "effective", "same engine as", "blocks", "capacity, tokens"),
+            *("waste a request", "of blocks held", "KV share"),
+        ],
         [
             [
                 "(default)" if row["axis"] is None else str(row["value"]),
@@ -127,7 +130,7 @@ def markdown(result: Mapping[str, Any]) -> str:
                 row["coincides_with"] or "—",
                 _number((row["effective"] or {}).get("num_blocks"), "{:.0f}"),
                 _number(row.get("kv_capacity_tokens"), "{:,.0f}"),
-                f"{row['waste_tokens']} tokens, {_bytes(row['waste_bytes'])}" if row.get("waste_tokens") is not None else "—",
+                _waste(row),
                 _number(row.get("waste_fraction"), "{:.0%}"),
                 _number(row.get("kv_share"), "{:.0%}"),
             ]
@@ -137,7 +140,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     )
     lines += _prefixes(rows)
     notes = [f"- {row['name']}: {row['status']}, {row['reason']}" for row in rows if row["reason"]]
-    notes += [f"- {row['name']} also moved {_moved(row)}" for row in rows if row["also_moved"] and not row["coincides_with"]]
+    along = [row for row in rows if row["also_moved"] and not row["coincides_with"]]
+    notes += [f"- {row['name']} also moved {_moved(row)}" for row in along]
     if notes:
         lines += ["## Notes", "", *notes, ""]
     return "\n".join(lines)
@@ -149,13 +153,18 @@ def _prefixes(rows: list[Mapping[str, Any]]) -> list[str]:
     if not probed:
         return []
     lengths = [str(hit["prefix_tokens"]) for hit in probed[0]["prefix_hits"]]
+    hits = [[row["name"], *(str(hit["hit_tokens"]) for hit in row["prefix_hits"])] for row in probed]
     return [
         "## Shared prefixes",
         "",
         "Tokens served from the prefix cache when a second prompt shares so many tokens with a first one.",
         "",
-        *_table(["setting", *lengths], [[row["name"], *(str(hit["hit_tokens"]) for hit in row["prefix_hits"])] for row in probed]),
+        *_table(["setting", *lengths], hits),
     ]
+
+
+def _waste(row: Mapping[str, Any]) -> str:
+    return "—" if row.get("waste_tokens") is None else f"{row['waste_tokens']} tokens, {_bytes(row['waste_bytes'])}"
 
 
 def _moved(row: Mapping[str, Any]) -> str:

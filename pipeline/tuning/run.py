@@ -38,8 +38,8 @@ MEMORY = ("weight_bytes", "kv_bytes_allocated", "activation_peak_bytes", "kv_byt
 def tune(settings: TuningSettings, machine: Machine, items: Sequence[Item], folder: Path) -> dict[str, Any]:
     """Measure what is not measured yet under ``folder``, and judge.  JSON-able; see :mod:`pipeline.tuning.report`.
 
-    Raises :class:`~pipeline.errors.Invalid` when the baseline is not valid, and what a dying server raises; finished points
-    are kept.
+    Raises :class:`~pipeline.errors.Invalid` when the baseline is not valid, and what a dying server raises; finished
+    points are kept.
     """
     from tqdm import tqdm
 
@@ -118,17 +118,18 @@ def row_of(result: Mapping[str, Any], baseline: Mapping[str, Any], settings: Tun
 
 
 def blocks(measured: Mapping[str, Any], settings: TuningSettings) -> dict[str, Any]:
-    """What the effective block size costs one request of this workload: tokens and bytes of its last, partly filled block.
+    """What the effective block size costs one request of this workload: tokens and bytes of its last, partly filled
+    block.
 
-    Fragmentation is of the attention cache (``waste_fraction``: of the blocks held); ``kv_share`` is the cache's share of
-    weights, cache and activation peak.
+    Fragmentation is of the attention cache (``waste_fraction``: of the blocks held); ``kv_share`` is the cache's
+    share of weights, cache and activation peak.
     """
     memory, size = measured["memory_summary"], measured["effective"].get("block_size")
     tokens = settings.bench.prefix_len + settings.bench.input_len + settings.bench.output_len
     parts = [memory.get(name) for name in ("weight_bytes", "kv_bytes_allocated", "activation_peak_bytes")]
     share = None if None in parts else parts[1] / sum(parts)
     if not size:
-        return {"block_size": None, "waste_tokens": None, "waste_bytes": None, "waste_fraction": None, "kv_share": share}
+        return dict.fromkeys(("block_size", "waste_tokens", "waste_bytes", "waste_fraction")) | {"kv_share": share}
     held = -(-tokens // size) * size
     per_token = memory.get("kv_bytes_per_token")
     return {

@@ -66,7 +66,7 @@ class TuningSettings:
     pairs: int = 6
     """Pairs of runs, recommendation and default in alternating order."""
     pair_servers: str = "together"
-    """``together``: both servers are up, one of them idle.  ``alternate``: each run starts its server afresh (one GPU)."""
+    """``together``: both servers are up, one idle.  ``alternate``: each run starts its server afresh (one GPU)."""
 
     def __post_init__(self) -> None:
         Variant.parse(self.variant)
@@ -110,8 +110,8 @@ def one_axis(moved: Mapping[str, Any]) -> Point:
         raise Refused(f"tuning.points: {unknown} cannot be varied; known are {', '.join(AXES)}")
     if len(moved) != 1:
         raise Refused(
-            f"tuning.points: {dict(moved)} moves {len(moved)} axes; an ablation moves exactly one, else no difference can be "
-            "put down to a setting.  Write one point for each, or change tuning.baseline"
+            f"tuning.points: {dict(moved)} moves {len(moved)} axes; an ablation moves exactly one, else no difference "
+            "can be put down to a setting.  Write one point for each, or change tuning.baseline"
         )
     [(axis, value)] = moved.items()
     return Point(axis, value)

@@ -65,7 +65,8 @@ def test_fidelity_alternates_and_ends_with_one_json_line(fidelity, monkeypatch, 
     monkeypatch.setattr(fidelity, "by_hand", by_hand)
     monkeypatch.setattr(sys, "argv", ["fidelity.py", "--pairs", "2"])
     assert fidelity.main() == 0
-    assert [entry.split(" ")[0] for entry in order] == ["ours", "by", "ours", "by", "ours", "by", "by"], "warm-up, then in turn"
+    kinds = [entry.split(" ")[0] for entry in order]
+    assert kinds == ["ours", "by", "ours", "by", "ours", "by", "by"], "warm-up, then in turn"
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["output_tok_s_ratio"] == 0.99 and last["ttft_ratio"] == pytest.approx(1.02) and last["pairs"] == 2
     assert last["aa_output_tok_s_ratio"] == 1.0

@@ -10,13 +10,17 @@ from pipeline.errors import Refused
 from pipeline.tuning.settings import Point, TuningSettings, expand
 from tests.imports import REPOSITORY, wanted_deps
 
-BASELINE = {"block_size": None, "max_num_seqs": 16, "long_prefill_token_threshold": None, "kv": "auto", "quant": "native"}
+BASELINE = {"max_num_seqs": 16, "long_prefill_token_threshold": None, "kv": "auto", "quant": "native"}
 
 
 def test_the_baseline_comes_first_and_its_own_values_are_not_measured_again():
     settings = TuningSettings.from_params(
         {
-            "axes": {"quant": ["native", "int8"], "max_num_seqs": [8, 16, 32], "long_prefill_token_threshold": [0, 256]},
+            "axes": {
+                "quant": ["native", "int8"],
+                "max_num_seqs": [8, 16, 32],
+                "long_prefill_token_threshold": [0, 256],
+            },
             "points": [{"max_num_seqs": 8}, {"kv": "fp8"}],
         }
     )
@@ -58,7 +62,8 @@ def test_wrong_parameters_are_refused(params):
 
 
 def test_tuning_params_are_what_conf_composes_to():
-    assert (REPOSITORY / "tuning" / "params.yaml").read_text() == config.compose(name="tune"), "run `python3 -m pipeline config`"
+    written = (REPOSITORY / "tuning" / "params.yaml").read_text()
+    assert written == config.compose(name="tune"), "run `python3 -m pipeline config`"
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "conf" / "tuning").glob("*.yaml")), ids=lambda file: file.stem)
