@@ -15,8 +15,8 @@ from pipeline.tuning.figures import knees_svg, pareto_svg
 CSV = (
     "name", "axis", "value", "status", "reason", "coincides_with", "output_tok_s", "output_tok_s_min",
     "output_tok_s_max", "difference_pct", "low_pct", "high_pct", "output_tok_s_per_device", "output_tok_s_per_user",
-    "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50", "goodput_requests_s", "preemptions", "kv_cache_usage_max", "block_size", "num_blocks",
-    "kv_capacity_tokens", "waste_tokens", "waste_bytes", "waste_fraction", "kv_share", "weight_bytes",
+    "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50", "goodput_requests_s", "preemptions", "kv_cache_usage_max", "block_size",
+    "num_blocks", "kv_capacity_tokens", "waste_tokens", "waste_bytes", "waste_fraction", "kv_share", "weight_bytes",
     "activation_peak_bytes", "accuracy", "degenerate", "same_answers_as_baseline", "usd_per_million_output_tokens",
     "energy_j_per_output_token",
 )  # fmt: skip
