@@ -17,6 +17,8 @@ FIELDS = {
     "max-num-seqs": "max_num_seqs",
     "max-num-batched-tokens": "max_num_batched_tokens",
     "block-size": "block_size",
+    "prefix-match-unit": "prefix_match_unit",
+    "long-prefill-token-threshold": "long_prefill_token_threshold",
     "kv-cache-memory-bytes": "kv_cache_memory_bytes",
     "enable-prefix-caching": "enable_prefix_caching",
     "trust-remote-code": "trust_remote_code",

@@ -2,11 +2,15 @@
 
 import shutil
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 from pipeline import params, stage, store
 from pipeline.bench.runner import bench
 from pipeline.bench.settings import BenchSettings
+from pipeline.bench.summary import overhead
 from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.serve.server import running
@@ -30,7 +34,11 @@ def main(name: str) -> None:
             runs,
             hardware=read_json("metrics/hardware.json"),
             software=read_json("metrics/software.json"),
+            devices=machine.layout.ranks,
+            price_usd_per_hour=machine.price_usd_per_hour,
+            platform=machine.platform,
         )
+    result["overhead"] = overhead(time.time() - psutil.Process().create_time(), result["load"]["load_s"], result["client_s"])
     write_json(f"metrics/bench/{name}.json", result)
     shutil.rmtree(runs)
     print(f"{name}: {result['status']}, {result['output_tok_s']:.0f} output tok/s", file=sys.stderr)

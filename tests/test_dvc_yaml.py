@@ -10,11 +10,11 @@ from pipeline import config
 from tests.imports import REPOSITORY, imported_modules, transitive, wanted_deps
 
 STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+CONF = REPOSITORY / "conf"
 CHOICES = [
-    f"{folder.name}={file.stem}"
-    for folder in sorted((REPOSITORY / "conf").iterdir())
-    if folder.is_dir()
-    for file in sorted(folder.glob("*.yaml"))
+    f"{file.parent.relative_to(CONF)}={file.stem}"
+    for file in sorted(CONF.glob("**/*.yaml"))
+    if file.parent != CONF and file.parts[len(CONF.parts)] != "tuning"
 ]
 
 

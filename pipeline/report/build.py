@@ -12,7 +12,7 @@ from pipeline.files import read_json, write_json, write_text
 from pipeline.report import accuracy, memory
 from pipeline.report.damage_figure import damage_svg
 from pipeline.report.figures import comparison_svg, memory_svg
-from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
+from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
 
 VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
 QUANTIZE = Path("metrics/quantize")
@@ -49,7 +49,10 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
     """Write report.md, comparison.csv, headline.json and the picture of the table into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
-    text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
+    text = ["# Comparison of variants", ""]
+    if replay := replay_markdown(rows):
+        text += ["## Real traffic, replayed at its own times", "", replay, "## The same model under synthetic load", ""]
+    text += [markdown(rows), "![comparison](comparison.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [EMULATED, ""]
     text += accuracy.section(comparisons or {}) + memory.section(comparisons or {}) + DAMAGE
