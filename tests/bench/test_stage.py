@@ -19,12 +19,14 @@ def test_the_stage_records_its_overhead_and_the_price(tmp_path, monkeypatch):
     for name in ("params.yaml", "metrics"):
         (tmp_path / name).symlink_to(REPOSITORY / name) if name != "metrics" else (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    write_json("metrics/kv/native-auto.json", {"setting": {"cache_dtype": "auto", "state_dtype": "auto"}})
+    kv = {"label": None, "setting": {"cache_dtype": "auto", "state_dtype": "auto"}}
+    write_json("metrics/kv/native-auto.json", kv)
     for name in ("hardware", "software"):
         write_json(f"metrics/{name}.json", {})
     (tmp_path / "checkpoint").mkdir()
-    monkeypatch.setattr(stage.store, "resolve", lambda quant: tmp_path / "checkpoint")
-    monkeypatch.setattr(stage, "running", lambda settings, log: contextlib.nullcontext(SimpleNamespace()))
+    server = SimpleNamespace(effective={"kv_scales": {"label": None}})
+    monkeypatch.setattr(stage.store, "served", lambda quant, variant: tmp_path / "checkpoint")
+    monkeypatch.setattr(stage, "running", lambda settings, log: contextlib.nullcontext(server))
     asked = {}
 
     def bench(server, settings, out_dir, **options):

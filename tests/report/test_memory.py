@@ -56,10 +56,11 @@ def test_the_picture_marks_a_finding_and_says_what_is_missing():
 
 def test_a_finding_is_listed_in_the_report_with_its_variant(tmp_path):
     rows = {"fp8-auto": {"status": "valid", "reason": None}}
-    build(rows, tmp_path, {"fp8-auto": comparison()})
+    gated = {"verdict": "pass", "overall": None}
+    build(rows, tmp_path, {"fp8-auto": gated | comparison()})
     assert "agree within 2 %" in (tmp_path / "report.md").read_text()
     bad = comparison() | {"memory_findings": ["rank 0 weight_bytes: predicted 1, measured 2"]}
-    build(rows, tmp_path, {"fp8-auto": bad})
+    build(rows, tmp_path, {"fp8-auto": gated | bad})
     text = (tmp_path / "report.md").read_text()
     assert "- fp8-auto: rank 0 weight_bytes: predicted 1, measured 2" in text and "agree within" not in text
     assert findings({"fp8-auto": bad}) == ["fp8-auto: rank 0 weight_bytes: predicted 1, measured 2"]
