@@ -44,15 +44,15 @@ def by_hand(server: Server, settings: BenchSettings, seed: int, folder: Path) ->
     kept in the prefix cache, and the two sides stay comparable.
     """
     server.reset_prefix_cache()
-    concurrency = max(settings.concurrency)
+    load = settings.headline
     command = [
         str(python_of(server.settings.env)), "-c", BY_HAND, "bench", "serve", "--backend", "openai",
         "--base-url", server.base_url, "--endpoint", "/v1/completions", "--model", server.model,
         "--tokenizer", str(server.settings.model), "--dataset-name", "random",
         "--random-input-len", str(settings.input_len),
-        "--random-output-len", str(settings.output_len), "--num-prompts", str(settings.prompts(concurrency)),
-        "--max-concurrency", str(concurrency), "--num-warmups",
-        str(settings.warmup_prompts(concurrency)), "--seed", str(seed), "--temperature", "0", "--disable-tqdm",
+        "--random-output-len", str(settings.output_len), "--num-prompts", str(settings.prompts(load)),
+        "--max-concurrency", f"{load.value:g}", "--num-warmups",
+        str(settings.warmup_prompts(load)), "--seed", str(seed), "--temperature", "0", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "by-hand.json"]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -117,7 +117,7 @@ def main() -> int:
                     max_repeats=1,
                     seed=pair,
                 )
-                seed = settings.point_seed(0, options.concurrency)
+                seed = settings.point_seed(0, settings.headline)
                 if pair == 0:
                     ours(server, settings, folder / "warmup")  # first touches belong to neither side
                 if pair % 2:

@@ -17,7 +17,9 @@ damage).
 `mparam_s` is our job's speed; ratios are theirs / ours of the medians; `ratio_cp` is our job's time over that of `cp`
 of the output. The `_cpu` ratios compare CPU seconds instead of wall seconds, for a machine that does other work
 meanwhile. `workers2_ratio`: one worker's time over two workers' (eight shards, four times the experts, as many cores
-as there are). `--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
+as there are); beside it `workers2_machine`, what two processes of arithmetic alone gain on the same two cores at that
+time, which no engine can exceed (2 on an idle machine), and `workers2_cpu`, the CPU seconds of two workers over those
+of one: 1 where they do not hinder each other. `--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ SCHEMES = {
     "fp8": ({"format": "fp8_block"}, "FP8_BLOCK", None),
     "fp8_channel": ({"format": "fp8_channel"}, "FP8_DYNAMIC", None),
     "int8": ({"format": "int8_channel"}, "W8A8", None),
-    "w4a16": ({"format": "w4a16", "group_size": 128}, "W4A16", 128),
+    "w4a16": ({"format": "w4a16", "group_size": 32}, "W4A16", 32),
+    "w4a16_g128": ({"format": "w4a16", "group_size": 128}, "W4A16", 128),
 }
 
 
@@ -274,15 +277,36 @@ def compare(scheme: str, folder: Path, source: Path, weights: int, repeats: int)
     }
 
 
-def workers_ratio(folder: Path, experts: int, repeats: int) -> float:
+def workers_ratio(folder: Path, experts: int, repeats: int) -> dict[str, float]:
     """One worker's time over two workers', on eight shards: long enough that starting processes does not show."""
     source = write_source(folder / "larger", 4 * experts, 8)
-    times: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(repeats):
-        for workers in times:
-            times[workers].append(measure("our job", "fp8", source, folder / "target", workers)["seconds"])
+    runs: dict[int, list[dict]] = {1: [], 2: []}
+    machine = []
+    for number in range(repeats):
+        for workers in runs:
+            runs[workers].append(measure("our job", "fp8", source, folder / "target", workers))
+        machine.append(machine_ratio())
+        shown = ", ".join(f"{workers} in {found[-1]['seconds']:.2f} s" for workers, found in runs.items())
+        print(f"workers {number + 1}/{repeats}: {shown}; the machine gains {machine[-1]:.2f}", flush=True)
     shutil.rmtree(source)
-    return round(statistics.median(times[1]) / statistics.median(times[2]), 2)
+    wall, cpu = ({n: statistics.median(run[key] for run in found) for n, found in runs.items()} for key in ("seconds", "cpu_s"))
+    return {
+        "workers2_ratio": round(wall[1] / wall[2], 2),
+        "workers2_cpu": round(cpu[2] / cpu[1], 2),
+        "workers2_machine": round(statistics.median(machine), 2),
+    }
+
+
+def machine_ratio() -> float:
+    """How much more two processes hash than one, out of the cache and so out of everything but the two cores."""
+    code = "import hashlib, time; d = bytes(1 << 16); t = time.perf_counter()\n" \
+           "for _ in range(12000): hashlib.sha256(d).digest()\nprint(time.perf_counter() - t)"  # fmt: skip
+
+    def seconds(count: int) -> float:
+        running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        return max(float(process.communicate()[0]) for process in running)
+
+    return 2 * seconds(1) / seconds(2)
 
 
 def memory(folder: Path) -> dict[str, float]:
@@ -319,7 +343,7 @@ def main() -> None:
         source = write_source(folder / "source", arguments.experts, min(4, arguments.experts))
         weights = arguments.experts * WEIGHTS_PER_EXPERT
         result: dict = {scheme: compare(scheme, folder, source, weights, arguments.repeats) for scheme in wanted}
-        result["workers2_ratio"] = workers_ratio(folder, arguments.experts, arguments.repeats)
+        result |= workers_ratio(folder, arguments.experts, arguments.repeats)
         result |= {"cores": len(os.sched_getaffinity(0)), "weights": weights, "repeats": arguments.repeats}
         shutil.rmtree(source)
         if arguments.memory:

@@ -20,6 +20,7 @@ COMMANDS = {
     "test": ("core", "pipeline.testing", "run the tests, each in the environment it needs (arguments go to pytest)"),
     "plan": ("core", "pipeline.plan.cli", "does it fit, what refuses to run, and what would run instead"),
     "verify": ("core", "pipeline.checkpoint.cli", "lint a checkpoint, ours or a stranger's"),
+    "tune": ("core", "pipeline.tuning.cli", "find the server settings: one at a time, then the winner in pairs"),
     "gate": ("core", "pipeline.evals.gate_cli", "may these variants be shipped?"),
     "report": ("core", "pipeline.report.cli", "write the comparison table and its pictures again"),
     "config": ("core", "pipeline.config", "compose conf/ into params.yaml"),

@@ -17,11 +17,14 @@ from pipeline.errors import PipelineError, Refused
 from pipeline.files import write_text
 from pipeline.params import PARAMS
 
+TUNING = Path("tuning/params.yaml")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
-def compose(overrides: list[str] = ()) -> str:
+def compose(overrides: list[str] = (), name: str = "config") -> str:
     """The text of params.yaml for ``overrides`` such as ``["quant=fp8", "kv=auto"]``.
+
+    ``name``: ``config`` for params.yaml, ``tune`` for tuning/params.yaml.
 
     Raises :class:`Refused` with Hydra's own message for a group or a key that does not exist.
     """
@@ -31,7 +34,7 @@ def compose(overrides: list[str] = ()) -> str:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "params.yaml"
         try:
-            compose_and_dump(str(target), str(CONF), None, "config", folder, list(overrides))
+            compose_and_dump(str(target), str(CONF), None, name, folder, list(overrides))
         except HydraException as error:
             raise Refused(f"conf/: {error}") from None
         return target.read_text()
@@ -53,17 +56,33 @@ def check(params: dict[str, Any]) -> None:
             raise Refused(f"params.yaml, group {name}: {error}") from None
 
 
+def check_tuning(params: dict[str, Any]) -> None:
+    """Check tuning/params.yaml.  Raises :class:`Refused`, for a point that moves two axes too."""
+    from pipeline.tuning.settings import TuningSettings
+
+    try:
+        TuningSettings.from_params(params["tuning"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise Refused(f"{TUNING}: {error}") from None
+
+
 def main(argv: list[str]) -> int:
-    """Write params.yaml, or print it with ``--print``."""
+    """Write params.yaml and tuning/params.yaml, or print them with ``--print``."""
     parser = argparse.ArgumentParser(prog="python3 -m pipeline config", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. quant=fp8 eval=full")
     parser.add_argument("--print", action="store_true", dest="show", help="print it, write nothing")
     arguments = parser.parse_args(argv)
-    text = compose(arguments.overrides)
-    check(yaml.safe_load(text))
-    if arguments.show:
-        print(text, end="")
-    else:
-        write_text(PARAMS, text)
-        print(f"wrote {PARAMS}")
+    tuned = [override for override in arguments.overrides if override.lstrip("+~").startswith("tuning")]
+    texts = {
+        PARAMS: compose([override for override in arguments.overrides if override not in tuned]),
+        TUNING: compose(tuned, "tune"),
+    }
+    check(yaml.safe_load(texts[PARAMS]))
+    check_tuning(yaml.safe_load(texts[TUNING]))
+    for path, text in texts.items():
+        if arguments.show:
+            print(f"# {path}\n{text}", end="")
+        else:
+            write_text(path, text)
+            print(f"wrote {path}")
     return 0

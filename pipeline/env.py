@@ -39,12 +39,16 @@ def run_in(name: str, arguments: list[str]) -> None:
     Never returns.  Raises :class:`Refused` when the launcher cannot be started, and what :func:`ensure` raises.
     """
     launcher = os.environ.get("K3Q_LAUNCH", "")
-    command = [*shlex.split(launcher), str(ensure(name)), *arguments]
+    python = ensure(name)
+    command = [*shlex.split(launcher), str(python), *arguments]
+    # Packages of the caller's own must not mix with the environment's; its tools come first, as after `activate`: the workers
+    # of dvc's queue look for `dvc` on the path.
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PYTHONPATH")}
+    environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        # Packages of the caller's own must not mix with the environment's.
-        os.execvpe(command[0], command, {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PYTHONPATH")})
+        os.execvpe(command[0], command, environment)
     except OSError as error:
         raise Refused(f"cannot start {command[0]!r}: {error.strerror} (K3Q_LAUNCH={launcher!r})") from None
 

@@ -15,7 +15,7 @@ from pipeline.serve import errors
 from pipeline.serve.process import guardians, still_wanted
 from pipeline.serve.server import running
 from pipeline.serve.settings import ServerSettings
-from pipeline.serving import server_settings
+from pipeline.serving import check_scales, server_settings
 from pipeline.variant import Variant
 
 TRIES = 2
@@ -60,7 +60,7 @@ def plan_of(name: str) -> tuple[ServerSettings, dict[str, Any]]:
     variant, model = Variant.parse(name), params.load("model")
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     kv = read_json(f"metrics/kv/{name}.json")
-    checkpoint, trust = store.resolve(variant.quant), model["trust_remote_code"]
+    checkpoint, trust = store.served(variant.quant, name), model["trust_remote_code"]
     request = server_settings(machine, model["name"], checkpoint, kv["setting"], trust_remote_code=trust)
     conditions = {
         "checkpoint_sha256": kv["checkpoint_sha256"],
@@ -85,6 +85,7 @@ def _once(name: str, settings: EvalSettings, samples: Path, label: str, below: i
     partial = None
     try:
         with running(request, Path("data/logs") / f"evaluate-{label}.log") as server:
+            check_scales(read_json(f"metrics/kv/{name}.json")["label"], server.effective["kv_scales"])
             serving = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
             try:
                 result = runner.evaluate(

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat
 from pipeline.bench.settings import BenchSettings
 from pipeline.evals.settings import parse as parse_eval
 from pipeline.evals.settings import parse_gates
+from pipeline.kv_calibration import Calibration
 from pipeline.plan import hardware
-from pipeline.plan.cache import kv_key
+from pipeline.plan.cache import is_calibrated, kv_key
 from pipeline.quant.recipe import Recipe
 
 
@@ -34,10 +35,15 @@ class Model(Group):
 
 
 class KvSetting(Group):
-    """One KV cache setting: dtype of the attention cache and of the recurrent state."""
+    """One KV cache setting: dtype of the attention cache and of the recurrent state, and how its scales are calibrated if at all."""
 
     cache_dtype: str
     state_dtype: Literal["auto", "float32", "bfloat16"]
+    calibration: Calibration | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        if self.calibration and self.cache_dtype not in ("fp8", "fp8_e4m3"):
+            raise ValueError(f"kv cache {self.cache_dtype}: scales are calibrated for E4M3 (fp8, fp8_e4m3) only")
 
 
 class Quant(Group):
@@ -59,6 +65,14 @@ class Kv(Group):
         for key, setting in self.dtypes.items():
             if kv_key(key) != (setting.cache_dtype, setting.state_dtype):
                 raise ValueError(f"kv.dtypes.{key}: the key says {kv_key(key)}, the setting {setting}")
+            if is_calibrated(key) != (setting.calibration is not None):
+                raise ValueError(f"kv.dtypes.{key}: a key that ends in _calibrated has a calibration, and no other has one")
+
+
+class Serve(Group):
+    """What may be served."""
+
+    allow_untested: bool = False
 
 
 GROUPS: dict[str, Callable[[Any], Any]] = {
@@ -66,6 +80,7 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
     "hardware": lambda raw: hardware.parse(raw, "hardware"),
     "quant": Quant.model_validate,
     "kv": Kv.model_validate,
+    "serve": Serve.model_validate,
     "eval": parse_eval,
     "bench": BenchSettings.from_params,
     "gates": parse_gates,

@@ -1,13 +1,15 @@
-"""From parameters to a server: the hardware file's flags, the variant's checkpoint and KV cache, as :class:`ServerSettings`."""
+"""From parameters to a server: may it be served, the hardware file's flags, the variant's checkpoint and KV cache as
+:class:`ServerSettings`, and whether the server really scales its cache as its label says."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import Refused
+from pipeline.errors import Invalid, Refused
 from pipeline.plan.hardware import Hardware
 from pipeline.serve.settings import ServerSettings
+from pipeline.variant import Variant
 
 # Flags of the hardware file that ServerSettings has a field for; every other one goes to the command line as it stands.
 FIELDS = {
@@ -15,12 +17,38 @@ FIELDS = {
     "max-num-seqs": "max_num_seqs",
     "max-num-batched-tokens": "max_num_batched_tokens",
     "block-size": "block_size",
+    "prefix-match-unit": "prefix_match_unit",
+    "long-prefill-token-threshold": "long_prefill_token_threshold",
     "kv-cache-memory-bytes": "kv_cache_memory_bytes",
     "enable-prefix-caching": "enable_prefix_caching",
     "trust-remote-code": "trust_remote_code",
 }
 # The variant decides these, whatever the recipe of the machine says.
 VARIANT = ("kv-cache-dtype", "mamba-ssm-cache-dtype", "seed")
+
+
+def admit(variant: Variant, plan: dict[str, Any], *, allow_untested: bool) -> None:
+    """Raise :class:`Refused` where the plan (one entry of metrics/plan) refuses the variant, or calls it untested and that is not
+    allowed."""
+    if plan["refusals"]:
+        raise Refused("; ".join(f"{variant.name}: {refusal['message']}" for refusal in plan["refusals"]))
+    if plan["verdict"] == "untested" and not allow_untested:
+        why = next((text for text in plan["warnings"] if text.startswith("untested")), "untested")
+        raise Refused(f"{variant.name} is not served: {why}.  To serve it all the same: -S serve.allow_untested=true")
+
+
+LABELS = {"calibrated": "calibrated", "scale_1.0": "uncalibrated (scale 1.0)"}
+"""Label of metrics/kv -> what the workers then say of their scales (``Server.kv_scales``)."""
+
+
+def check_scales(label: str, effective: dict[str, Any]) -> None:
+    """Raise :class:`Invalid` where a server scales its cache otherwise than ``label`` says: accepted scales are not yet used scales.
+
+    A server whose workers do not tell (``label`` None) cannot be held to it.
+    """
+    wanted, told = LABELS.get(label), effective["label"]
+    if wanted and told and told != wanted:
+        raise Invalid(f"the KV cache's scales are labelled {label!r}, the server's workers say {told!r}")
 
 
 def server_settings(

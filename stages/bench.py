@@ -2,15 +2,19 @@
 
 import shutil
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 from pipeline import params, stage, store
 from pipeline.bench.runner import bench
 from pipeline.bench.settings import BenchSettings
+from pipeline.bench.summary import overhead
 from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.serve.server import running
-from pipeline.serving import server_settings
+from pipeline.serving import check_scales, server_settings
 from pipeline.variant import Variant
 
 
@@ -19,17 +23,22 @@ def main(name: str) -> None:
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     kv = read_json(f"metrics/kv/{name}.json")
     request = server_settings(
-        machine, model["name"], store.resolve(variant.quant), kv["setting"], trust_remote_code=model["trust_remote_code"]
+        machine, model["name"], store.served(variant.quant, name), kv["setting"], trust_remote_code=model["trust_remote_code"]
     )
     runs = Path(".cache/bench") / name  # kept by a killed bench for the next one; a finished bench starts afresh
     with running(request, Path("data/logs") / f"bench-{name}.log") as server:
+        check_scales(kv["label"], server.effective["kv_scales"])
         result = bench(
             server,
             BenchSettings.from_params(params.load("bench")),
             runs,
             hardware=read_json("metrics/hardware.json"),
             software=read_json("metrics/software.json"),
+            devices=machine.layout.ranks,
+            price_usd_per_hour=machine.price_usd_per_hour,
+            platform=machine.platform,
         )
+    result["overhead"] = overhead(time.time() - psutil.Process().create_time(), result["load"]["load_s"], result["client_s"])
     write_json(f"metrics/bench/{name}.json", result)
     shutil.rmtree(runs)
     print(f"{name}: {result['status']}, {result['output_tok_s']:.0f} output tok/s", file=sys.stderr)

@@ -13,6 +13,7 @@ from pipeline.files import read_json, write_json
 from pipeline.plan import hardware
 from pipeline.plan.predict import compare as compare_memory
 from pipeline.plan.predict import predicted
+from pipeline.report.memory import by_rank
 from pipeline.report.row import build_row
 from pipeline.variant import Variant
 
@@ -36,6 +37,7 @@ def main(name: str) -> None:
     expected = predicted(model["path"], machine, variant.quant, variant.kv, recipe=recipe)
     figures = compare_memory(expected, bench["memory"])
     comparison["memory"] = [asdict(figure) for figure in figures]
+    comparison["memory_parts"] = by_rank(expected, bench["memory"])
     comparison["memory_findings"] = [str(figure) for figure in figures if figure.beyond]
     row = build_row(
         read_json(f"metrics/evals/{name}.json"),

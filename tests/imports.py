@@ -1,4 +1,7 @@
-"""The project modules that a Python file imports, transitively; run as a script, rewrites dvc.yaml's deps from them."""
+"""The project modules that a Python file imports, transitively.
+
+Run as a script, it rewrites the deps of dvc.yaml and tuning/dvc.yaml from them.
+"""
 
 import ast
 import sys
@@ -56,14 +59,14 @@ def main() -> None:
     yaml = YAML()
     yaml.width, yaml.preserve_quotes = 140, True
     yaml.indent(mapping=2, sequence=4, offset=2)
-    path = REPOSITORY / "dvc.yaml"
-    document = yaml.load(path)
-    for name, stage in document["stages"].items():
-        data = [dep for dep in stage["deps"] if not dep.endswith(".py")]
-        del stage["deps"][:]
-        stage["deps"].extend(wanted_deps(f"stages/{name}.py") + data)
-    with path.open("w") as stream:
-        yaml.dump(document, stream)
+    for path in (REPOSITORY / "dvc.yaml", REPOSITORY / "tuning" / "dvc.yaml"):
+        document = yaml.load(path)
+        for name, stage in document["stages"].items():
+            data = [dep for dep in stage["deps"] if not dep.endswith(".py")]
+            del stage["deps"][:]
+            stage["deps"].extend(wanted_deps(f"stages/{name}.py") + data)
+        with path.open("w") as stream:
+            yaml.dump(document, stream)
 
 
 if __name__ == "__main__":

@@ -552,6 +552,12 @@ def test_run_does_not_lend_the_callers_packages(workshop, monkeypatch, capfd):
     assert "/somebody/elses" not in capfd.readouterr().out
 
 
+def test_run_puts_the_environments_tools_first_as_activate_does(workshop, capfd):
+    """dvc's queue starts `dvc` by its name; where that is not on the path its workers die without a word."""
+    run("plain", "--", "-S", "-c", "import os; print(os.environ['PATH'])")
+    assert capfd.readouterr().out.split(os.pathsep)[0] == f"{workshop.envs}/plain/bin"
+
+
 @pytest.mark.parametrize("module", [env, env_facts, env_make])
 def test_only_the_standard_library_and_syntax_that_older_pythons_can_refuse_in(module):
     tree = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 9))

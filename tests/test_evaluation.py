@@ -48,7 +48,7 @@ class Machine:
             Behaviour(**{"tokenizer": str(TOKENIZER)} | behaviour), request.served_name, Answers(self.items)
         ) as server:
             self.servers.append(server)
-            yield SimpleNamespace(base_url=server.base_url, model=server.model, effective={}, load_s=1.0)
+            yield SimpleNamespace(base_url=server.base_url, model=server.model, effective={"kv_scales": {"label": None}}, load_s=1.0)
 
     @property
     def asked(self) -> list[int]:
@@ -62,8 +62,9 @@ def machine(tmp_path, monkeypatch):
     params = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params | {"eval": settings()}))
     for name in ("native-auto", "fp8-auto"):
-        kv = {"checkpoint_sha256": "c", "setting": {"cache_dtype": "auto", "state_dtype": "auto"}}
+        kv = {"label": None, "checkpoint_sha256": "c", "setting": {"cache_dtype": "auto", "state_dtype": "auto"}}
         write_json(f"metrics/kv/{name}.json", kv)
+        write_json(f"data/kv/{name}/overlay.json", {"calibrated": False})
     write_json("metrics/software.json", {"vllm": "1"})
     for quant in ("native", "fp8"):
         (tmp_path / "checkpoints" / quant).mkdir(parents=True)

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.errors import Unreadable
 from pipeline.evals.runs import NEEDED, SAMPLES, load_run
-from pipeline.report.build import build_evaluation_pictures
+from pipeline.report.build import build_pictures
 from stages import pairs
 
 ROW = {
@@ -53,7 +53,7 @@ def test_an_unfinished_run_gives_no_pairs(here, tmp_path):
 
 def test_pictures_show_the_variants_whose_answers_are_here(tmp_path):
     pairs.main("native-auto")
-    build_evaluation_pictures({"native-auto": {}, "fp8-auto": {}}, {}, tmp_path / "metrics")
+    build_pictures({"native-auto": {}, "fp8-auto": {}}, {}, tmp_path / "metrics")
     picture = (tmp_path / "metrics/accuracy_by_length.svg").read_text()
     assert "native-auto" in picture and "fp8-auto" not in picture
     assert (tmp_path / "metrics/flips.svg").exists() and (tmp_path / "metrics/heat_maps.svg").exists()

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import Refused
+from pipeline.errors import Invalid, Refused
 from pipeline.plan import hardware
-from pipeline.serving import server_settings
+from pipeline.serving import admit, check_scales, server_settings
+from pipeline.variant import Variant
 
 FP8 = {"cache_dtype": "fp8", "state_dtype": "auto"}
 
@@ -43,3 +44,43 @@ def test_every_machine_that_can_be_started_gives_settings_and_the_others_say_why
         else:
             with pytest.raises(Refused, match="one host only"):
                 server_settings(machine, "k3", Path("x"), FP8)
+
+
+def planned(verdict, *refusals):
+    warnings = [f"{verdict}: fp8-fp8 on cpu: nobody ran it"] if verdict == "untested" else []
+    return {"verdict": verdict, "refusals": [{"message": text} for text in refusals], "warnings": ["another", *warnings]}
+
+
+def test_an_untested_combination_is_served_only_when_told_so():
+    variant = Variant("fp8", "fp8")
+    with pytest.raises(Refused, match=r"fp8-fp8 is not served: untested: .* nobody ran it.*serve.allow_untested=true"):
+        admit(variant, planned("untested"), allow_untested=False)
+    admit(variant, planned("untested"), allow_untested=True)
+    for verdict in ("yes", "emulated"):
+        admit(variant, planned(verdict), allow_untested=False)
+
+
+def test_what_the_plan_refuses_is_not_served_whatever_is_allowed():
+    with pytest.raises(Refused, match="decodes garbage"):
+        admit(Variant("fp8", "fp8"), planned("no", "decodes garbage"), allow_untested=True)
+
+
+@pytest.mark.parametrize(
+    ("label", "told", "fine"),
+    [
+        ("calibrated", "calibrated", True),
+        ("calibrated", "uncalibrated (scale 1.0)", False),
+        ("calibrated", "partly calibrated", False),
+        ("calibrated", "not applied", False),
+        ("scale_1.0", "uncalibrated (scale 1.0)", True),
+        ("scale_1.0", "calibrated", False),
+        ("unquantized", "not applied", True),
+        ("calibrated", None, True),
+    ],
+)
+def test_a_server_is_held_to_the_label_of_its_scales(label, told, fine):
+    if fine:
+        check_scales(label, {"label": told})
+    else:
+        with pytest.raises(Invalid, match="workers say"):
+            check_scales(label, {"label": told})

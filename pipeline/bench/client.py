@@ -24,6 +24,8 @@ class BenchClient:
 
     def __init__(self, python: Path, log_path: Path) -> None:
         self._python, self._log_path, self._buffer = python, log_path, b""
+        self.busy_s = 0.0
+        """Seconds in which this process waited for the client: its imports, and every run."""
 
     def __enter__(self) -> BenchClient:
         environment = clean_environment(os.environ) | {
@@ -34,6 +36,7 @@ class BenchClient:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # vllm seeds the prompts of a trace with hash(): the same trace, the same prompts
         }
         with open(self._log_path, "wb") as log:
             self._process = subprocess.Popen(
@@ -69,7 +72,13 @@ class BenchClient:
         return self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        try:
+            return self._wait(began + timeout_s, timeout_s)
+        finally:
+            self.busy_s += time.monotonic() - began
+
+    def _wait(self, deadline: float, timeout_s: float) -> dict[str, Any]:
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -34,9 +34,15 @@ class Run:
     server_before: tuple[int, ...]
     """Identity of the server: pid and the like."""
     server_after: tuple[int, ...]
+    output_tokens_asked: Sequence[int] = ()
+    """Of each request, in the order sent; empty: ``settings.output_len`` of all."""
+    planned_s: Sequence[float] = ()
+    """Arrival times of an open loop that has a plan (a trace), seconds after the first."""
+    energy_j: float | None = None
+    """Of the whole machine during the run; ``None`` where it has no counter."""
     retries: int = 0
     prompts: int = 0
-    concurrency: int = 0
+    load: str = ""
     repeat: int = 0
     seed: int = 0
 
@@ -54,6 +60,7 @@ def check_run(run: Run, settings: BenchSettings) -> list[Reason]:
         *_token_counts(run),
         *_prefix_hits(run, settings),
         *_itl(run, settings),
+        *_late(run, settings),
     ]
 
 
@@ -103,14 +110,20 @@ def _succeeded(run: Run, name: str) -> list:
 
 
 def _lengths(run: Run, settings: BenchSettings) -> list[Reason]:
-    short = [length for length in _succeeded(run, "output_lens") if length < settings.output_len]
+    asked = run.output_tokens_asked or [settings.output_len] * len(run.raw["output_lens"])
+    errors = run.raw.get("errors") or [""] * len(asked)
+    short = [
+        (length, wanted)
+        for length, wanted, error in zip(run.raw["output_lens"], asked, errors)
+        if length < wanted and not error
+    ]
     reasons = []
     if short:
+        length, wanted = min(short, key=lambda pair: pair[0] / pair[1])
         reasons.append(
             Reason(
                 "short_outputs",
-                f"{len(short)} of {run.prompts} outputs are shorter than the "
-                f"{settings.output_len} tokens asked for, down to {min(short)}",
+                f"{len(short)} of {run.prompts} outputs are shorter than asked for, e.g. {length} of {wanted} tokens",
             )
         )
     counted = run.raw["input_lens"]
@@ -150,7 +163,8 @@ def _token_counts(run: Run) -> list[Reason]:
 
 def _prefix_hits(run: Run, settings: BenchSettings) -> list[Reason]:
     hits = run.delta(HITS)
-    if settings.cache == "warm" or not hits or hits < 0:
+    shares = settings.dataset == "shared_prefix" or run.load == "trace"
+    if settings.cache == "warm" or shares or not hits or hits < 0:
         return []
     return [
         Reason(
@@ -184,6 +198,24 @@ def _itl(run: Run, settings: BenchSettings) -> list[Reason]:
             )
         )
     return reasons
+
+
+def _late(run: Run, settings: BenchSettings) -> list[Reason]:
+    """Was an open loop kept?  A client that sends late measures its own limit and flatters the server's queue."""
+    starts = run.raw.get("start_times") or []
+    if not run.planned_s or len(starts) != len(run.planned_s):
+        return []
+    first = min(starts)
+    late = [(start - first - planned) * 1e3 for start, planned in zip(starts, run.planned_s)]
+    if statistics.median(late) <= settings.max_late_ms:
+        return []
+    return [
+        Reason(
+            "late_sends",
+            f"the median request was sent {statistics.median(late):.0f} ms after its time in the trace, at most "
+            f"{settings.max_late_ms:.0f} ms allowed: the client, not the server, set the pace",
+        )
+    ]
 
 
 def spread(values: Sequence[float]) -> float | None:

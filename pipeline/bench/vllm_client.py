@@ -10,7 +10,8 @@ What is added to vllm's own client, and why:
   was answered.  Should the server have seen it after all, its token counters give it away.
 * Prompts of one run are made distinct: with a small vocabulary two random prompts can be equal, and the second would be
   a prefix-cache hit in a cold run.
-* The token count of each prompt as sent is returned: vllm overwrites it with what the server claims.
+* The token count of each prompt as sent is returned: vllm overwrites it with what the server claims; so is the count of
+  output tokens asked for, which no result holds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Instruments:
     """Wraps vllm's request function and stream parser, and counts."""
 
     def __init__(self, serve, requests) -> None:
-        self.retries, self.prompt_tokens, self.seed, self.special = 0, {}, None, 0
+        self.retries, self.prompt_tokens, self.asked, self.seed, self.special = 0, {}, {}, None, 0
         self._serve = serve
         self._send = requests.ASYNC_REQUEST_FUNCS["openai"]
         requests.ASYNC_REQUEST_FUNCS["openai"] = self.send
@@ -63,12 +64,15 @@ class Instruments:
 
         requests.StreamedResponseHandler = StrictHandler
         self._sample = serve.get_samples
-        serve.get_samples = self.distinct_samples
+        serve.get_samples = self.samples
 
     async def send(self, request_func_input, session, pbar=None):
         if request_func_input.request_id:
             # vllm counts the text alone; the server puts the tokenizer's special tokens (BOS) before it.
-            self.prompt_tokens[request_func_input.request_id] = request_func_input.prompt_len + self.special
+            # A prompt of token ids is taken as it is.
+            special = 0 if isinstance(request_func_input.prompt, list) else self.special
+            self.prompt_tokens[request_func_input.request_id] = request_func_input.prompt_len + special
+            self.asked[request_func_input.request_id] = request_func_input.output_len
         output = await self._send(request_func_input, session, pbar)
         unanswered = not output.success and not output.ttft and not output.generated_text
         if unanswered and any(name in output.error for name in DROPPED_CONNECTION):
@@ -76,13 +80,20 @@ class Instruments:
             output = await self._send(request_func_input, session, None)
         return output
 
+    def samples(self, args, tokenizer):
+        """The requests of a run, each with an id; those of the ``random`` data set are distinct."""
+        self.special, self.seed = int(tokenizer.num_special_tokens_to_add()), args.seed
+        if args.dataset_name == "random":
+            return self.distinct_samples(args, tokenizer)
+        drawn = self._sample(args, tokenizer)
+        return [replace(sample, request_id=f"{args.request_id_prefix}{index}") for index, sample in enumerate(drawn)]
+
     def distinct_samples(self, args, tokenizer):
         """vllm's random prompts, those that repeat replaced by prompts of the next seeds.
 
         vllm's random prompts are runs of consecutive token ids: there are no more of them than the vocabulary has
         tokens, so that a few hundred requests repeat some with any real vocabulary.
         """
-        self.special, self.seed = int(tokenizer.num_special_tokens_to_add()), args.seed
         drawn = self._sample(args, tokenizer)
         distinct = {str(sample.prompt): sample for sample in drawn}
         fruitless = 0
@@ -125,17 +136,18 @@ def main() -> int:
     instruments = Instruments(serve, endpoint_request_func)
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
-        instruments.retries, instruments.prompt_tokens = 0, {}
+        instruments.retries, instruments.prompt_tokens, instruments.asked = 0, {}, {}
         try:
             arguments = json.loads(line)
             prefix = f"bench-{os.urandom(4).hex()}-"
             asyncio.run(serve.main_async(parser.parse_args([*arguments, "--request-id-prefix", prefix])))
-            sent = sorted(instruments.prompt_tokens.items(), key=lambda item: int(item[0].removeprefix(prefix)))
+            ids = sorted(instruments.prompt_tokens, key=lambda request_id: int(request_id.removeprefix(prefix)))
             answer = {
                 "ok": True,
                 "retries": instruments.retries,
                 "seed": instruments.seed,
-                "prompt_tokens_sent": [count for _, count in sent],
+                "prompt_tokens_sent": [instruments.prompt_tokens[request_id] for request_id in ids],
+                "output_tokens_asked": [instruments.asked[request_id] for request_id in ids],
             }
         except (Exception, SystemExit) as error:  # a failed run is an answer; the next run may go well
             traceback.print_exc()

@@ -18,6 +18,10 @@ CHUNK = 16  # plugins/vllm_k3_cpu/vllm_k3_cpu/delta_rule.py
 # plugin); or gate and up, silu(gate) and the product, all bf16 (vLLM's SiluAndMul).
 GATED_MLP_BYTES = {"situ": 2 * BF16 + 2 * FP32 + 2 * FP32, "silu": 2 * BF16 + 2 * BF16}
 
+# The FP8 reference kernel rounds its input, an element: a float32 copy, its codes, their int32 look-up indices and float32 values
+# (plugins/vllm_k3_cpu/vllm_k3_cpu/emulation.py, Fp8Block.activations).
+FP8_ROUNDING_BYTES = FP32 + 1 + 4 + FP32
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -50,6 +54,9 @@ def cpu_sites(facts: ModelFacts, layout: Layout, step: Step, fit: Coefficients =
         transient.append(Site("MLA, latent expanded to heads", _mla(facts, layout, step)))
     if LayerKind.GQA in facts.layer_kinds:
         transient.append(Site("attention, q, k, v and their norms", _gqa(facts, layout, step)))
+        if step.grouped:  # of the emulated formats only FP8 blocks round activations, and models without K3's experts have no other
+            transient.append(Site("attention output, rounded to FP8", _gqa_rounded(facts, layout, step)))
+            transient.append(Site("MLP activation, rounded to FP8", tokens * dense * (3 * BF16 + FP8_ROUNDING_BYTES)))
     transient.append(Site("logits and sampling", 3 * step.sequences * text["vocab_size"] * FP32))
     return [Site("hidden states and sealed residual blocks", stream)], transient
 
@@ -85,13 +92,29 @@ def _mla(facts: ModelFacts, layout: Layout, step: Step) -> int:
 
 def _gqa(facts: ModelFacts, layout: Layout, step: Step) -> int:
     """Fused q, k, v; with a query norm (Qwen3) two float32 and two bf16 copies of the queries, else the output."""
+    queries, keys = _gqa_widths(facts, layout)
+    fused = (queries + 2 * keys) * BF16
+    extra = queries * ((2 * FP32 + 2 * BF16) if _has_query_norm(facts) else BF16)
+    return step.tokens * (fused + extra)
+
+
+def _gqa_rounded(facts: ModelFacts, layout: Layout, step: Step) -> int:
+    """Fused q, k, v, the normed copies of q and k (Qwen3), the output and its rounding for the last product."""
+    queries, keys = _gqa_widths(facts, layout)
+    normed = (queries + keys) * BF16 if _has_query_norm(facts) else 0
+    return step.tokens * ((queries + 2 * keys) * BF16 + normed + queries * (BF16 + FP8_ROUNDING_BYTES))
+
+
+def _gqa_widths(facts: ModelFacts, layout: Layout) -> tuple[int, int]:
+    """Local widths of the queries, and of the keys (the values are as wide)."""
     text = facts.text
     heads = max(1, text["num_attention_heads"] // layout.tensor)
     kv = max(1, (text.get("num_key_value_heads") or text["num_attention_heads"]) // layout.tensor)
-    fused = (heads + 2 * kv) * facts.head_dim * BF16
-    normed = str(text.get("model_type", "")).startswith("qwen3")
-    extra = heads * facts.head_dim * ((2 * FP32 + 2 * BF16) if normed else BF16)
-    return step.tokens * (fused + extra)
+    return heads * facts.head_dim, kv * facts.head_dim
+
+
+def _has_query_norm(facts: ModelFacts) -> bool:
+    return str(facts.text.get("model_type", "")).startswith("qwen3")
 
 
 def fit(facts: ModelFacts, layout: Layout, points: dict[tuple[int, int], int], grouped: bool) -> Coefficients:

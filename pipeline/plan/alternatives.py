@@ -22,6 +22,7 @@ NEAREST = {
     "fp8_channel": ("fp8_dense", "w4a16", "native"),
     "fp8_dense": ("native",),
     "int8": ("fp8_channel", "w4a16", "native"),
+    "int8_dense": ("fp8_dense", "native"),
     "int8_sq": ("int8", "w4a16", "native"),
     "w4a16_g128": ("w4a16", "native"),
     "w4a16": ("nvfp4", "native"),

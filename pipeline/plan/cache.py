@@ -33,6 +33,7 @@ FP8_DS_MLA_BYTES = 656  # 512 fp8 latent + 4 fp32 scales + 64 bf16 rope, a token
 MLA_BLOCK_MULTIPLE = 128  # kernels split a manager block into kernel blocks; TRTLLM and FlashInfer MLA want 128
 DEFAULT_BLOCK = {"cpu": 128}
 DEFAULT_BLOCK_ELSEWHERE = 16
+CALIBRATED = "_calibrated"
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,23 @@ class CacheSettings:
 
 
 def kv_key(key: str) -> tuple[str, str]:
-    """A ``--kv`` key as (KV cache dtype, state dtype): a state dtype of its own is part of the key, ``fp8_state16``."""
+    """A ``--kv`` key as (KV cache dtype, state dtype): a state dtype of its own is part of the key, ``fp8_state16``.
+
+    Whether the cache's scales are calibrated is part of the key too (:func:`is_calibrated`) and changes neither.
+    """
     cache, separator, state = key.partition("_state")
+    cache = cache.removesuffix(CALIBRATED)
     if not separator:
-        return key, "auto"
+        return cache, "auto"
     known = {"16": "bfloat16", "32": "float32"}
     if state not in known:
         raise Refused(f"kv={key}: no state dtype {state!r}; known: _state16 (bfloat16), _state32 (float32)")
     return cache, known[state]
+
+
+def is_calibrated(key: str) -> bool:
+    """Whether a ``--kv`` key stands for scales calibrated and stored in a checkpoint of its own: ``fp8_calibrated``."""
+    return key.partition("_state")[0].endswith(CALIBRATED)
 
 
 def _kv_dtype_bytes(settings: CacheSettings) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.k3 import declared_quantizations, ignore_patterns_without_match, kv_cache_scheme
+from pipeline.plan.cache import is_calibrated
 from pipeline.plan.compatibility import Verdict, engine_too_old, lookup
 from pipeline.plan.request import Request
 from pipeline.plan.result import Refusal
@@ -30,6 +31,12 @@ def _combination(request: Request) -> list[Refusal]:
     if verdict.verdict == "no":
         message = f"{request.quant}-{request.kv} on {request.hardware.name}: {verdict.reason} ({verdict.source})"
         refusals.append(Refusal("compatibility", message))
+    if is_calibrated(request.kv) and request.model.facts.uses_mla:
+        message = (
+            f"kv {request.kv}: {request.model.name} caches a latent, for which the engine reads no k or v scale: calibrated ones "
+            "would be stored and never used. kv fp8 runs at scale 1.0"
+        )
+        refusals.append(Refusal("kv_scales", message))
     too_old = engine_too_old(request.combination, request.engine_version)
     if too_old:
         refusals.append(Refusal("engine_version", too_old))
@@ -176,6 +183,8 @@ def warnings_of(request: Request, laid: Memory, verdict: Verdict) -> list[str]:
         warnings.append(
             "fp8 KV runs at scale 1.0: the engine caches the latent and reads no calibrated k/v scale for MLA"
         )
+    elif request.kv.startswith("fp8") and not is_calibrated(request.kv):
+        warnings.append("fp8 KV runs at scale 1.0 unless the checkpoint holds k and v scales; kv fp8_calibrated makes them")
     if request.kv.startswith("fp8") and cache.tie_tokens and cache.tie_tokens > settings.max_model_len:
         warnings.append(
             f"fp8 KV gains little here: below {cache.tie_tokens:.0f} tokens a sequence's state outweighs its cache, "

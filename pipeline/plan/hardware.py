@@ -68,6 +68,7 @@ class Hardware:
     expert_parallel: bool = False
     decode_context_parallel: int = 1
     price_usd_per_hour: float | None = None
+    """Of all devices together; the bench makes dollars a million tokens of it."""
     flags: dict[str, Setting] = field(default_factory=dict)
     environment: dict[str, Setting] = field(default_factory=dict)
     workspaces: dict[str, Workspace] = field(default_factory=dict)

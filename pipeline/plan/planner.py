@@ -8,7 +8,7 @@ from dataclasses import replace as changed
 from pipeline.errors import Refused
 from pipeline.k3 import source_format
 from pipeline.plan.activation import Activation, activation
-from pipeline.plan.cache import KV_DTYPES, CachePlan, kv_gain, kv_key, plan_cache
+from pipeline.plan.cache import KV_DTYPES, CachePlan, is_calibrated, kv_gain, kv_key, plan_cache
 from pipeline.plan.checks import refusals_of, warnings_of
 from pipeline.plan.compatibility import lookup
 from pipeline.plan.request import Request
@@ -105,8 +105,7 @@ def kv_label(request: Request) -> str:
         return "unquantized"
     if cache == "fp8_ds_mla" or "per_token" in cache:
         return "self_scaled"
-    calibrated = not request.model.facts.uses_mla and "calibrated" in request.model.config.get("kv_cache_label", "")
-    return "calibrated" if calibrated else "scale_1.0"
+    return "calibrated" if is_calibrated(request.kv) and not request.model.facts.uses_mla else "scale_1.0"
 
 
 def requantization(request: Request) -> str:

@@ -55,6 +55,7 @@ SCHEMES = {
         Scheme("fp8_dense", "fp8_block", "dense_only", activations="float8"),
         Scheme("fp8_all", "fp8_block", "dense_too", activations="float8"),
         Scheme("int8", "int8_channel", activations="int8"),
+        Scheme("int8_dense", "int8_channel", "dense_only", activations="int8"),
         Scheme("int8_sq", "int8_channel", calibrated=True, activations="int8"),
         Scheme("w4a16", "int4", group=32),
         Scheme("w4a16_g128", "int4", group=128),

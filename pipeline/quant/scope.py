@@ -19,6 +19,7 @@ FLOATS = ("BF16", "F16", "F32")
 K3_DENSE = re.compile(
     r"\.self_attn\.o_proj$|\.shared_experts\.(?:gate|up|down)_proj$|\.mlp\.(?:gate|up|down)_proj$"
 )
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 GENERIC_DENSE = re.compile(r"(?:proj|\.w[123]|\.fc\d|\.dense\w*)$")
 
 
@@ -46,6 +47,12 @@ class Module:
 def is_k3(checkpoint: Checkpoint) -> bool:
     """Whether the language model is of Kimi K3's architecture (KDA/MLA hybrid with latent experts)."""
     return checkpoint.text_config.get("model_type") == "kimi_linear" or checkpoint.config.get("model_type") == "kimi_k3"
+
+
+def has_experts(checkpoint: Checkpoint, modules: Iterable[str]) -> bool:
+    """Whether the model routes between experts: its config says so, or its tensors do."""
+    declared_experts = any(checkpoint.text_config.get(key) for key in EXPERT_COUNTS)
+    return declared_experts or any(expert_of(name) is not None for name in modules)
 
 
 def source_format(checkpoint: Checkpoint) -> str | None:
@@ -111,14 +118,17 @@ def _is_mxfp4(dtype: str, shape: tuple[int, ...], scale_dtype: str, scale_shape:
 def select(checkpoint: Checkpoint, modules: dict[str, Module], recipe: Recipe) -> list[Module]:
     """The modules that the recipe re-encodes, in the order of ``modules``.
 
+    ``experts`` is where a mixture of experts keeps its weights.  A model that has none keeps them in its linear layers, so the
+    scope then means those (the planner counts them the same way).
     Raises :class:`Refused` where the scope is empty, a fused set would be torn, or a weight is no float and no MXFP4.
     """
     dense = K3_DENSE if is_k3(checkpoint) else GENERIC_DENSE
+    wanted = recipe.scope if recipe.scope != "experts" or has_experts(checkpoint, modules) else "dense_too"
     chosen = [
         module for module in modules.values()
         if (layer_of(module.name) is not None and not ROUTER_GATE.search(module.name))
-        and (recipe.scope != "dense_only" if expert_of(module.name) is not None
-             else recipe.scope != "experts" and bool(dense.search(module.name)) and len(module.shape) == 2)
+        and (wanted != "dense_only" if expert_of(module.name) is not None
+             else wanted != "experts" and bool(dense.search(module.name)) and len(module.shape) == 2)
     ]  # fmt: skip
     if not chosen:
         other = "dense_too" if recipe.scope == "experts" else "experts"

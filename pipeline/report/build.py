@@ -9,11 +9,18 @@ from pipeline.errors import Unreadable
 from pipeline.evals import figures
 from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
-from pipeline.report import accuracy
-from pipeline.report.figures import comparison_svg
-from pipeline.report.table import Rows, as_csv, headline, markdown, ordered
+from pipeline.report import accuracy, memory
+from pipeline.report.damage_figure import damage_svg
+from pipeline.report.figures import comparison_svg, memory_svg
+from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
 
 VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
+QUANTIZE = Path("metrics/quantize")
+DAMAGE = ["## What re-encoding did to the weights", "", "![SQNR by layer](damage_by_layer.svg)", ""]
+EMULATED = (
+    "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
+    "quantizations.  Accuracy and memory are not affected."
+)
 
 
 def read_rows(folder: Path = VARIANTS) -> Rows:
@@ -29,18 +36,26 @@ def read_comparisons(folder: Path = COMPARISONS) -> dict[str, dict[str, Any]]:
     return {name: read_json(folder / f"{name}.json") for name in ordered(path.stem for path in folder.glob("*.json"))}
 
 
+def build_all() -> Rows:
+    """Write the whole report from what lies under metrics/; the rows are returned.  Raises :class:`Unreadable`."""
+    rows, comparisons = read_rows(), read_comparisons()
+    build(rows, comparisons=comparisons)
+    build_pictures(rows, comparisons)
+    build_damage_picture(rows)
+    return rows
+
+
 def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dict[str, Any]] | None = None) -> None:
     """Write report.md, comparison.csv, headline.json and the picture of the table into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
     notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
-    text = ["# Comparison of variants", "", markdown(rows), "![comparison](comparison.svg)", ""]
+    text = ["# Comparison of variants", ""]
+    if replay := replay_markdown(rows):
+        text += ["## Real traffic, replayed at its own times", "", replay, "## The same model under synthetic load", ""]
+    text += [markdown(rows), "![comparison](comparison.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
-        text += [
-            "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
-            "quantizations.  Accuracy and memory are not affected.",
-            "",
-        ]
-    text += accuracy.section(comparisons or {})
+        text += [EMULATED, ""]
+    text += accuracy.section(comparisons or {}) + memory.section(comparisons or {}) + DAMAGE
     if notes:
         text += ["## Notes", "", *notes, ""]
     write_text(target / "report.md", "\n".join(text))
@@ -49,11 +64,16 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
     write_json(target / "headline.json", headline(rows))
 
 
-def build_evaluation_pictures(
-    rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")
-) -> None:
-    """Write accuracy_by_length.svg, heat_maps.svg and flips.svg: of every variant in ``rows`` whose answers are here."""
+def build_pictures(rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")) -> None:
+    """Write memory.svg, heat_maps.svg, flips.svg, and accuracy_by_length.svg of every variant whose answers are here."""
     names = [name for name in ordered(rows) if (PAIRS / name / SAMPLES).exists()]
     figures.accuracy_by_length({name: load_run(PAIRS / name / SAMPLES) for name in names}, target / "accuracy_by_length.svg")
     figures.heat_maps(comparisons, target / "heat_maps.svg")
     figures.flips(comparisons, target / "flips.svg")
+    write_text(target / "memory.svg", memory_svg(comparisons))
+
+
+def build_damage_picture(rows: Rows, target: Path = Path("metrics"), folder: Path = QUANTIZE) -> None:
+    """Write damage_by_layer.svg: the damage reports of the quantizations in ``rows``.  Raises :class:`Unreadable` for an absent one."""
+    quants = dict.fromkeys(name.rpartition("-")[0] for name in ordered(rows))
+    write_text(target / "damage_by_layer.svg", damage_svg({quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}))

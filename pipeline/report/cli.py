@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.report.build import build, build_evaluation_pictures, read_comparisons, read_rows
+from pipeline.report.build import build_all
 from pipeline.report.table import markdown
 
 
 def main(argv: list[str]) -> int:
     """Rebuild metrics/report.md and its kin from metrics/variants, and print the table."""
     argparse.ArgumentParser(prog="python3 -m pipeline report", description=main.__doc__).parse_args(argv)
-    rows, comparisons = read_rows(), read_comparisons()
-    build(rows, comparisons=comparisons)
-    build_evaluation_pictures(rows, comparisons)
-    print(markdown(rows), end="")
+    print(markdown(build_all()), end="")
     return 0

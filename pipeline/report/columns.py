@@ -36,6 +36,7 @@ COLUMNS = (
     Column("weight_bytes", "weights", binary, "lower"),
     Column("kv_bytes_per_token", "KV a token", binary, "lower"),
     Column("kv_capacity_tokens", "KV capacity tokens", "{:,.0f}".format, "higher"),
+    Column("kv_scales", "KV scales", str),
     Column("state_bytes_per_sequence", "state a sequence", binary, "lower"),
     Column("activation_peak_bytes", "activation peak", binary, "lower"),
 )

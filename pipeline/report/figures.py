@@ -6,9 +6,12 @@ import io
 from typing import Any
 
 from pipeline.report.columns import COLUMNS, SPEED, Column, cell
+from pipeline.report.memory import PARTS
 from pipeline.report.table import Rows, ordered
 
 PANELS = ("accuracy", "output_tok_s", "ttft_ms_p50", "weight_bytes", "kv_capacity_tokens", "activation_peak_bytes")
+PART_COLORS = {"weights": "#3b6ea5", "kv": "#e0a13c", "state": "#7a9e4f", "activation": "#b5546b", "rest": "#c9c9c9"}
+SMALL_PARTS = ("weights", "state", "activation")
 VALID, EMULATED, INVALID = "#3b6ea5", "#b9cde3", "#c9c9c9"
 
 
@@ -36,6 +39,49 @@ def comparison_svg(rows: Rows) -> str:
         axis.xaxis.set_visible(False)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     axes.flat[0].invert_yaxis()
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return stream.getvalue()
+
+
+def memory_svg(comparisons: dict[str, dict[str, Any]]) -> str:
+    """One rank's memory in parts, predicted above measured, one pair of stacked bars a variant; SVG text as :func:`comparison_svg`'s.
+
+    Left: what differs between variants.  Right: everything, with the pool of fixed size and the rest of the process.
+    A variant with a finding beyond tolerance is marked; a part that one side does not know is missing from its bar.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "memory", "svg.fonttype": "none"}
+    import matplotlib.pyplot as plt
+
+    names = [name for name in ordered(comparisons) if comparisons[name].get("memory_parts")]
+    figure, axes = plt.subplots(1, 2, figsize=(13, 1.8 + 0.75 * max(1, len(names))), sharey=True, layout="constrained")
+    for axis, shown in zip(axes, (SMALL_PARTS, tuple(PARTS)), strict=True):
+        for place, name in enumerate(names):
+            rank = comparisons[name]["memory_parts"][0]
+            for offset, side in ((-0.19, "predicted"), (0.19, "measured")):
+                left = 0.0
+                for part in shown:
+                    size = (rank[side][part] or 0) / 2**20
+                    hatch = "//" if side == "predicted" else None
+                    axis.barh(place + offset, size, 0.34, left, color=PART_COLORS[part], hatch=hatch, edgecolor="white", linewidth=0.4)
+                    left += size
+                unknown = [PARTS[part] for part in shown if rank[side][part] is None and part != "rest"]
+                text = f" {left:,.1f} {side}" + (f", without {', '.join(unknown)}" if unknown else "")
+                axis.text(left, place + offset, text, va="center", fontsize=7)
+        axis.margins(x=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("MiB on rank 0")
+    marks = [f"{name} (!)" if comparisons[name].get("memory_findings") else name for name in names]
+    axes[0].set_yticks(range(len(names)), marks)
+    axes[0].invert_yaxis()
+    axes[0].set_title("weights, state of all sequences, activation peak", fontsize=9)
+    axes[1].set_title("with the KV pool, and what else the process holds (not predicted)", fontsize=9)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=PART_COLORS[part]) for part in PARTS]
+    figure.legend(handles, PARTS.values(), ncols=len(PARTS), loc="outside upper center", fontsize=8, frameon=False)
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     plt.close(figure)

@@ -39,4 +39,23 @@ def build_row(
         "memory_findings": len(comparison["memory_findings"]),
         "load_s": bench["load"]["load_s"],
         "exact_fraction": damage.get("total", {}).get("exact_fraction"),
-    }
+    } | _replay(bench.get("trace"))
+
+
+TRACE = (
+    "status",
+    "goodput_requests_s",
+    "goodput_fraction",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tpot_ms_p50",
+    "e2el_ms_p50",
+    "output_tok_s_per_device",
+    "output_tok_s_per_user",
+    "prefix_hit_rate",
+)
+
+
+def _replay(point: dict[str, Any] | None) -> dict[str, Any]:
+    """Figures of a replayed trace under ``trace_...``; nothing where none was replayed."""
+    return {} if point is None else {f"trace_{name}": point[name] for name in TRACE}

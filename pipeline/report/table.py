@@ -23,6 +23,39 @@ def markdown(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+REPLAY = (
+    ("goodput_requests_s", "goodput, requests/s", "{:.2f}"),
+    ("goodput_fraction", "requests within the limits", "{:.0%}"),
+    ("ttft_ms_p50", "TTFT p50 ms", "{:.0f}"),
+    ("ttft_ms_p99", "TTFT p99 ms", "{:.0f}"),
+    ("tpot_ms_p50", "TPOT p50 ms", "{:.1f}"),
+    ("e2el_ms_p50", "whole answer p50 ms", "{:.0f}"),
+    ("output_tok_s_per_user", "tok/s a user", "{:.1f}"),
+    ("output_tok_s_per_device", "output tok/s a device", "{:.0f}"),
+    ("prefix_hit_rate", "prompt tokens from the prefix cache", "{:.0%}"),
+)
+
+
+def replay_markdown(rows: Rows) -> str:
+    """The replayed trace, one line a variant; empty where no variant replayed one."""
+    names = [name for name in ordered(rows) if "trace_status" in rows[name]]
+    if not names:
+        return ""
+    lines = ["| variant | " + " | ".join(header for _, header, _ in REPLAY) + " |", "|---|" + "---:|" * len(REPLAY)]
+    for name in names:
+        row = rows[name]
+        label = "invalid" if row["trace_status"] != "valid" else row.get("speed", "measured")
+        mark = "" if label == "measured" else f" ({label})"
+        cells = [_shown(row.get(f"trace_{key}"), form) for key, _, form in REPLAY]
+        cells[0] += mark
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "—" if value is None else form.format(value)
+
+
 def as_csv(rows: Rows) -> str:
     """The same rows unrounded, for `dvc plots` and spreadsheets; a missing figure is an empty field."""
     stream = io.StringIO()

@@ -41,6 +41,10 @@ class ServerSettings:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    prefix_match_unit: int | None = None
+    """Tokens between the places where a prefix-cache hit may end; finer than a hybrid model's large blocks."""
+    long_prefill_token_threshold: int | None = None
+    """Most prompt tokens of one request in one step; 0: no limit but the batch's."""
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool | None = True
     seed: int = 0
@@ -97,6 +101,8 @@ class ServerSettings:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
+            "prefix_match_unit",
+            "long_prefill_token_threshold",
             "kv_cache_memory_bytes",
             "enable_prefix_caching",
             "seed",
@@ -125,6 +131,8 @@ class ServerSettings:
             "--max-num-seqs": self.max_num_seqs,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--block-size": self.block_size,
+            "--prefix-match-unit": self.prefix_match_unit,
+            "--long-prefill-token-threshold": self.long_prefill_token_threshold,
             "--kv-cache-memory-bytes": self.kv_cache_memory_bytes,
             "--worker-extension-cls": self.worker_extension,
         }

@@ -12,6 +12,7 @@ def make_run(prompts=4, output_len=8, input_len=16, tok_s=100.0, itl_s=0.01, hit
     """A correct run of ``prompts`` requests; ``changes`` replace fields of the run or of its raw result."""
     raw = {
         "completed": prompts,
+        "duration": prompts * output_len / tok_s,
         "failed": 0,
         "errors": [""] * prompts,
         "input_lens": [input_len] * prompts,

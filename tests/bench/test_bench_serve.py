@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.bench import BenchSettings, bench, runner
 from pipeline.bench.client import BenchClient
-from pipeline.errors import Invalid
+from pipeline.errors import Invalid, Refused
 from pipeline.files import read_json, write_json
 from pipeline.serve import Server, ServerDied, running
 
@@ -66,10 +67,11 @@ def measure(mock_settings, checkpoint, client, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "python_of", lambda name: sys.executable)
     monkeypatch.setattr(runner, "BenchClient", lambda *_: contextlib.nullcontext(client))
 
-    def run(settings=SETTINGS, **fields):
+    def run(settings=SETTINGS, server=None, **fields):
         fields = {"token_s": 0.002, "tokenizer": str(checkpoint), "memory_report": MEMORY} | fields
-        with running(mock_settings(**fields), tmp_path / "server.log") as server:
-            return bench(server, settings, tmp_path / "bench", hardware={"cpu": "x"}, software={"vllm": "y"})
+        requested = dataclasses.replace(mock_settings(**fields), **server or {})
+        with running(requested, tmp_path / "server.log") as started:
+            return bench(started, settings, tmp_path / "bench", hardware={"cpu": "x"}, software={"vllm": "y"})
 
     return run
 
@@ -121,9 +123,59 @@ def test_each_lie_is_caught_by_its_guard(measure, fields, code):
     assert result["status"] == "invalid" and code in result["reason_codes"], result["reason"]
 
 
+def test_open_loops_and_a_trace(measure, tmp_path):
+    """Rates and traces: token-id prompts of the trace's lengths, sent at its times, its own output lengths asked."""
+    entries = [
+        {"timestamp": 100 * index, "input_length": 40 + index, "output_length": 4 + index, "hash_ids": [1, 2 + index]}
+        for index in range(5)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)))
+    settings = dataclasses.replace(
+        SETTINGS,
+        concurrency=(),
+        request_rate=(20.0,),
+        num_prompts_per_rate=6,
+        trace=str(path),
+        trace_block_tokens=32,
+        cache="shared",
+        max_late_ms=1e4,
+        repeats=2,
+        max_repeats=2,
+        slo_ttft_ms=60e3,
+        slo_tpot_ms=1e-3,
+    )
+    result = measure(settings, prefix_hits_on_repeat=True)
+    assert result["status"] == "valid", result["reason"]
+    assert list(result["per_request_rate"]) == ["20"] and result["headline"] == "q20"
+    replay, rate = result["trace"], result["per_request_rate"]["20"]
+    assert replay["output_tok_s"] > 0 and result["trace_facts"]["requests"] == 5
+    assert rate["goodput_requests_s"] == 0 == replay["goodput_fraction"], "no token comes in a microsecond"
+    first, second = (read_json(tmp_path / "bench" / "runs" / f"trace-r{index}.json")["run"] for index in (0, 1))
+    assert first["prompt_tokens_sent"] == first["raw"]["input_lens"] == [40, 41, 42, 43, 44]
+    assert first["raw"]["output_lens"] == [4, 5, 6, 7, 8] == first["output_tokens_asked"]
+    starts = first["raw"]["start_times"]
+    assert starts[-1] - starts[0] > 0.35, "sent at the trace's times"
+    assert first["seed"] != second["seed"]
+
+
+def test_a_shared_prefix_is_shared(measure, client):
+    settings = dataclasses.replace(SETTINGS, dataset="shared_prefix", prefix_len=24, num_prefixes=2, cache="shared")
+    result = measure(settings)
+    assert result["status"] == "valid", result["reason"]
+
+
+def test_a_trace_longer_than_the_server_takes_is_refused(measure, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 4, "hash_ids": [1]}')
+    settings = dataclasses.replace(SETTINGS, trace=str(path), cache="shared")
+    with pytest.raises(Refused, match="trace_length_scale"):
+        measure(settings, server={"max_model_len": 32})
+
+
 def test_the_same_seed_on_a_warm_cache_is_caught(measure, monkeypatch):
     """https://github.com/vllm-project/vllm/issues/52884: repeated random prompts measured the prefix cache."""
-    monkeypatch.setattr(BenchSettings, "point_seed", lambda self, repeat, concurrency: 7)
+    monkeypatch.setattr(BenchSettings, "point_seed", lambda self, repeat, load: 7)
     monkeypatch.setattr(Server, "reset_prefix_cache", lambda self: None)
     result = measure(dataclasses.replace(SETTINGS, repeats=2, max_repeats=2), prefix_hits_on_repeat=True)
     assert "prefix_hits" in result["reason_codes"]
@@ -146,7 +198,7 @@ def test_a_request_dropped_twice_has_failed(measure):
 
 
 def test_a_server_that_dies_keeps_what_was_done(measure, tmp_path):
-    with pytest.raises(ServerDied, match="while benching concurrency 3"):
+    with pytest.raises(ServerDied, match="while benching c3"):
         measure(die_after=1 + 3 + 3 + 3 + 2)  # readiness, warm-ups, the first run, into the second
     kept = tmp_path / "bench" / "runs" / "c1-r0.json"
     assert [path.name for path in kept.parent.glob("c?-r?.json")] == ["c1-r0.json"]
@@ -161,6 +213,6 @@ def test_emulated_kernels_label_the_speed(measure):
 
 
 def test_a_client_that_fails_says_why(measure, monkeypatch):
-    monkeypatch.setattr(BenchSettings, "prompts", lambda self, concurrency: -1)
-    with pytest.raises(Invalid, match="vllm bench serve failed at concurrency 1"):
+    monkeypatch.setattr(BenchSettings, "prompts", lambda self, load: -1)
+    with pytest.raises(Invalid, match="vllm bench serve failed at c1"):
         measure()

@@ -6,8 +6,10 @@ import pytest
 
 from pipeline.bench import BenchSettings, guards
 from pipeline.bench.runner import judge
+from pipeline.bench.settings import Load
 
 SETTINGS = BenchSettings(input_len=16, output_len=8)
+C1, C8 = Load("concurrency", 1), Load("concurrency", 8)
 
 
 def codes(run, settings=SETTINGS):
@@ -54,6 +56,8 @@ def test_a_correct_run_passes(run):
         ({"itl_s": 3e-6}, "insane_itl"),
         ({"itls": [[0.02] * 3] * 4}, "coalesced_chunks"),
         ({"server_after": (10, 2)}, "server_restarted"),
+        ({"output_tokens_asked": [8, 8, 8, 9]}, "short_outputs"),
+        ({"planned_s": [0, 1, 2, 3], "start_times": [50, 51.2, 52.3, 53.4]}, "late_sends"),
     ],
 )
 def test_each_fault_has_its_code(run, changes, code):
@@ -63,6 +67,18 @@ def test_each_fault_has_its_code(run, changes, code):
 def test_counters_that_go_back_are_a_restart(run):
     after = {name: value - 60 for name, value in run().after.items() if "created" not in name}
     assert "server_restarted" in codes(run(after=after | {"vllm:prompt_tokens_created": 1e9}))
+
+
+def test_a_trace_that_is_sent_on_time_passes(run):
+    assert codes(run(planned_s=[0, 1, 2, 3], start_times=[50, 51.01, 52.02, 53.9])) == []
+
+
+def test_hits_belong_to_a_workload_that_shares_and_to_no_other(run):
+    shared = BenchSettings(input_len=16, output_len=8, trace="x.jsonl", cache="shared")
+    assert codes(run(hits=16, load="trace"), shared) == []
+    assert codes(run(hits=16, load="c8"), shared) == ["prefix_hits"], "unrelated prompts beside the trace stay cold"
+    prefix = BenchSettings(input_len=16, output_len=8, dataset="shared_prefix", prefix_len=64, cache="shared")
+    assert codes(run(hits=16, load="c8"), prefix) == []
 
 
 def test_hits_are_welcome_in_a_warm_run(run):
@@ -91,14 +107,14 @@ def test_thresholds_are_parameters():
 
 def test_one_bad_run_makes_the_result_invalid_and_stays_visible(run):
     good = [run(repeat=index) for index in range(3)]
-    result = judge({1: good, 8: [*good[:2], run(repeat=2, hits=5, tok_s=110)]}, SETTINGS)
+    result = judge({C1: good, C8: [*good[:2], run(repeat=2, hits=5, tok_s=110)]}, SETTINGS)
     assert result["status"] == "invalid" and result["reason_codes"] == ["prefix_hits"]
     assert "c8 r2: prefix_hits: 5 of 64 prompt tokens" in result["reason"]
     assert result["per_concurrency"]["1"]["status"] == "valid" and result["output_tok_s"] == 100
 
 
 def test_the_headline_is_the_median_at_the_highest_concurrency(run):
-    runs = {8: [run(tok_s=value) for value in (100, 130, 101)], 1: [run(tok_s=20) for _ in range(3)]}
+    runs = {C8: [run(tok_s=value) for value in (100, 130, 101)], C1: [run(tok_s=20) for _ in range(3)]}
     result = judge(runs, BenchSettings(input_len=16, output_len=8, max_spread=1.0))
     assert result["status"] == "valid" and result["reason"] is None
     assert result["concurrency"] == 8 and result["output_tok_s"] == 101
@@ -107,4 +123,4 @@ def test_the_headline_is_the_median_at_the_highest_concurrency(run):
 
 def test_preemptions_are_counted(run):
     after = run().after | {"vllm:num_preemptions_total": 3.0}
-    assert judge({1: [run(after=after)] * 3}, SETTINGS)["preemptions"] == 9
+    assert judge({C1: [run(after=after)] * 3}, SETTINGS)["preemptions"] == 9

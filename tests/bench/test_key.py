@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.bench import BenchSettings, comparability, compare
 from pipeline.bench.runner import judge
+from pipeline.bench.settings import Load
 from pipeline.serve import ServerSettings
 
 HARDWARE, SOFTWARE = {"cpu": "x", "count": 2}, {"vllm": "0.32.0"}
@@ -23,7 +24,7 @@ def result(
     software=SOFTWARE,
     **changes,
 ):
-    runs = {1: [run(tok_s=tok_s)] * 3, 8: [run(tok_s=2 * tok_s)] * 3}
+    runs = {Load("concurrency", 1): [run(tok_s=tok_s)] * 3, Load("concurrency", 8): [run(tok_s=2 * tok_s)] * 3}
     return (
         judge(runs, settings)
         | {"comparability": comparability(settings, server, hardware, software), "checkpoint_id": "a", "emulated": []}
@@ -76,7 +77,16 @@ def test_break_even_instead_of_one_number(run):
     "params",
     [
         {"input_length": 5},
-        {"workload": "dreams"},
+        {"dataset": "dreams"},
+        {"dataset": "shared_prefix"},
+        {"dataset": "shared_prefix", "prefix_len": 64},
+        {"prefix_len": 64},
+        {"trace": "x.jsonl"},
+        {"request_rate": [0]},
+        {"request_rate": [2, 2]},
+        {"range_ratio": 1.0},
+        {"trace_time_scale": 0},
+        {"concurrency": [1.5]},
         {"concurrency": []},
         {"concurrency": [2, 2]},
         {"repeats": 0},

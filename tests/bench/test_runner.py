@@ -51,12 +51,14 @@ class Client:
     """``speeds``: output tokens/s of the timed runs at each concurrency, in order."""
 
     def __init__(self, server: Server, speeds: dict[int, list[float]], dies_at: int | None = None) -> None:
+        self.busy_s = 0.0
         self.server, self.speeds, self.dies_at = server, {key: list(value) for key, value in speeds.items()}, dies_at
 
     def run(self, arguments, timeout_s):
         options = dict(zip(arguments, arguments[1:]))
         name, prompts = options["--result-filename"], int(options["--num-prompts"])
-        concurrency, timed = int(options["--max-concurrency"]), not name.startswith("warmup")
+        timed = not name.startswith("warmup")
+        concurrency = int(options["--max-concurrency"])
         if self.dies_at == sum(" seed " in event for event in self.server.events):
             raise ServerDied("the server exited with code 1")
         self.server.events.append(f"{'timed' if timed else 'warmup'} {concurrency} seed {options['--seed']}")

@@ -43,19 +43,19 @@ def instruments(send=None, vocabulary=1024, prompts=128):
 def test_prompts_of_a_run_are_distinct_and_keep_their_order():
     """128 of 1024 possible prompts: a fresh draw of all of them would repeat one nearly always."""
     made, serve, _ = instruments()
-    args = SimpleNamespace(seed=5)
+    args = SimpleNamespace(seed=5, dataset_name="random")
     samples = serve.get_samples(args, Tokenizer())
     assert len({sample.prompt for sample in samples}) == 128
     assert [sample.request_id for sample in samples] == [f"bench-{index}" for index in range(128)]
     assert args.seed == 5 == made.seed
-    again = instruments()[1].get_samples(SimpleNamespace(seed=5), Tokenizer())
+    again = instruments()[1].get_samples(SimpleNamespace(seed=5, dataset_name="random"), Tokenizer())
     assert again == samples, "the seed decides the prompts"
 
 
 def test_more_prompts_than_the_vocabulary_has():
     _, serve, _ = instruments(vocabulary=100)
     with pytest.raises(RuntimeError, match="128 distinct random prompts asked for, but the vocabulary gives"):
-        serve.get_samples(SimpleNamespace(seed=5), Tokenizer())
+        serve.get_samples(SimpleNamespace(seed=5, dataset_name="random"), Tokenizer())
 
 
 def output(**fields):
@@ -80,9 +80,24 @@ def test_only_an_unanswered_request_is_sent_again(first, sent):
         return answers[len(calls) - 1]
 
     made, _, requests = instruments(send)
-    request = SimpleNamespace(request_id="bench-0", prompt_len=15)
+    request = SimpleNamespace(request_id="bench-0", prompt="text", prompt_len=15, output_len=8)
     asyncio.run(requests.ASYNC_REQUEST_FUNCS["openai"](request, None))
     assert len(calls) == sent and made.retries == sent - 1
+    assert made.asked == {"bench-0": 8}
+
+
+def test_a_prompt_of_token_ids_gets_no_special_tokens_and_a_trace_keeps_its_repeats():
+    async def send(request, session, pbar):
+        return output(success=True)
+
+    made, serve, requests = instruments(send, vocabulary=2, prompts=6)
+    args = SimpleNamespace(seed=5, dataset_name="timed_trace", request_id_prefix="bench-")
+    samples = serve.get_samples(args, Tokenizer())
+    assert [sample.request_id for sample in samples] == [f"bench-{index}" for index in range(6)]
+    for prompt in ([1, 2, 3], "a b c"):
+        request = SimpleNamespace(request_id=f"bench-{type(prompt)}", prompt=prompt, prompt_len=3, output_len=8)
+        asyncio.run(requests.ASYNC_REQUEST_FUNCS["openai"](request, None))
+    assert list(made.prompt_tokens.values()) == [3, 4]
 
 
 def test_an_error_in_the_stream_is_raised():

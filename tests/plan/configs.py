@@ -92,6 +92,29 @@ TINY_GQA: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+# models/tiny-gqa, as far as memory goes; tests/test_tiny_gqa.py compares the two.
+TINY_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 QWEN3 = TINY_GQA | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -223,13 +246,29 @@ def _group(form: tuple[str, dict, dict | None], targets: list[str]) -> dict[str,
     }
 
 
+def dense(quant: str, base: dict[str, Any]) -> dict[str, Any]:
+    """A config of a model without experts whose checkpoint would hold ``quant`` in every linear layer but the head."""
+    config = copy.deepcopy(base)
+    if quant not in ("native", "bf16"):
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": FORMATS[quant][0],
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": _group(FORMATS[quant], ["Linear"])},
+        }
+    return config
+
+
 def k3(quant: str = "native", base: dict[str, Any] = TINY_K3) -> dict[str, Any]:
     """A K3 config whose checkpoint would hold ``quant``: nested for native as released, at the top for the rest."""
     config = copy.deepcopy(base)
     if quant == "bf16":
         return config
-    if quant == "fp8_dense":
-        groups = [_group(MXFP4, ["re:.*experts\\.\\d+\\..*"]), _group(FP8_BLOCK, DENSE_TARGETS)]
+    if quant in ("fp8_dense", "int8_dense"):
+        dense = FP8_BLOCK if quant == "fp8_dense" else FORMATS["int8"]
+        groups = [_group(MXFP4, ["re:.*experts\\.\\d+\\..*"]), _group(dense, DENSE_TARGETS)]
         name, ignore = "mixed-precision", DENSE_IGNORE
     else:
         groups, name = [_group(FORMATS[quant], ["Linear"])], FORMATS[quant][0]

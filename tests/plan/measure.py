@@ -20,6 +20,21 @@ from typing import Any
 REPORT = "REPORT "
 
 
+def scales_of_one() -> None:
+    """Dummy weights are random small numbers of either sign, and a KV cache's scale must be what no checkpoint gives it: 1.0."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    fill = DummyModelLoader.load_weights
+
+    def load_weights(self, model, model_config):
+        fill(self, model, model_config)
+        for name, parameter in model.named_parameters():
+            if name.endswith((".q_scale", ".k_scale", ".v_scale")):
+                parameter.data.fill_(1.0)
+
+    DummyModelLoader.load_weights = load_weights
+
+
 def measure(case: dict[str, Any]) -> list[list[dict]]:
     """The reports of one engine: for each number of tokens, one a rank."""
     from vllm import LLM
@@ -62,6 +77,7 @@ def main() -> None:
         GLOO_SOCKET_IFNAME="lo",
         VLLM_HOST_IP="127.0.0.1",
     )
+    scales_of_one()
     for case in json.load(sys.stdin):
         print(REPORT + json.dumps(measure(case)), flush=True)
 

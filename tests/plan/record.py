@@ -1,8 +1,9 @@
 """Measure every engine of ``ENGINES`` and write ``measured.json``, which core tests hold the planner to.
 
-    python tests/plan/record.py PYTHON_OF_THE_SERVE_ENVIRONMENT
+    python tests/plan/record.py PYTHON_OF_THE_SERVE_ENVIRONMENT [MODEL]
 
-Engines start one after another in one process.  Run it when vLLM or the plugin changes.
+Engines start one after another in one process.  Run it when vLLM or the plugin changes.  With MODEL (k3, gqa, qwen3, tiny-gqa) only its
+engines are started, and its records replace those that were there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MEASURED = HERE / "measured.json"
 PLUGIN = HERE.parents[1] / "plugins" / "vllm_k3_cpu"
 NAMES = ("model", "quant", "kv", "ranks", "sequences", "tokens", "options")
 QUANTS = ("native", "fp8", "int8", "w4a16")
-OTHERS = ("bf16", "fp8_channel", "w4a16_g128", "nvfp4", "fp8_dense", "fp8_all")
+OTHERS = ("bf16", "fp8_channel", "w4a16_g128", "nvfp4", "fp8_dense", "fp8_all", "int8_dense")
 # (model, quant, kv, ranks, sequences, tokens of each report, engine options)
 ENGINES = (
     [("k3", "native", "auto", 1, 16, [2048, 512], {})]
@@ -43,6 +44,9 @@ ENGINES = (
     ]
     + [("k3", quant, kv, 2, 16, [2048], {}) for quant in QUANTS for kv in ("auto", "fp8")]
     + [("k3", "native", "auto", 2, 1, [2048], {})]
+    + [("tiny-gqa", quant, kv, ranks, 16, [2048], {}) for ranks in (1, 2) for quant in QUANTS for kv in ("auto", "fp8")]
+    + [("tiny-gqa", quant, "auto", 1, 16, [2048], {}) for quant in ("fp8_channel", "w4a16_g128")]
+    + [("tiny-gqa", "native", "fp8_e5m2", 1, 16, [2048], {}), ("tiny-gqa", "native", "auto", 1, 1, [2048, 512], {})]
 )
 KEPT = (
     "rank",
@@ -65,8 +69,11 @@ KEPT = (
 )
 
 
+SOURCES = {"k3": configs.TINY_K3, "gqa": configs.TINY_GQA, "qwen3": configs.QWEN3, "tiny-gqa": configs.TINY_QWEN3}
+
+
 def config_of(model: str, quant: str) -> dict[str, Any]:
-    return configs.k3(quant) if model == "k3" else {"gqa": configs.TINY_GQA, "qwen3": configs.QWEN3}[model]
+    return configs.k3(quant) if model == "k3" else configs.dense(quant, SOURCES[model])
 
 
 def measure(python: str, engines: list[tuple]) -> Iterator[dict[str, Any]]:
@@ -99,9 +106,10 @@ def measure(python: str, engines: list[tuple]) -> Iterator[dict[str, Any]]:
             process.kill()
 
 
-def main(python: str) -> None:
-    records = []
-    for record in measure(python, list(ENGINES)):
+def main(python: str, only: str | None = None) -> None:
+    kept = json.loads(MEASURED.read_text())["records"] if only else []
+    records = [record for record in kept if record["model"] != only]
+    for record in measure(python, [engine for engine in ENGINES if only in (None, engine[0])]):
         records.append(record)
         print(*(record[name] for name in NAMES), record["reports"][0]["activation_peak_bytes"], flush=True)
     text = ",\n".join(json.dumps(record) for record in records)
@@ -109,4 +117,4 @@ def main(python: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -15,6 +15,7 @@ from pipeline.plan.request import Overrides
 from pipeline.plan.layout import Layout
 from pipeline.plan.predict import COMPARED
 from tests.plan import configs
+from tests.plan.record import config_of
 
 RECORDS = json.loads((Path(__file__).parent / "measured.json").read_text())["records"]
 SETTINGS = {
@@ -40,9 +41,8 @@ def prediction(record):
         max_num_batched_tokens=record["tokens"],
         **{SETTINGS[key]: value for key, value in options.items()},
     )
-    config = {"k3": configs.TINY_K3, "gqa": configs.TINY_GQA, "qwen3": configs.QWEN3}[record["model"]]
     # The source is native; a variant is planned before it exists.
-    config = configs.k3() if record["model"] == "k3" else config
+    config = config_of(record["model"], "native")
     return predicted(config, "cpu", record["quant"], record["kv"] + state, overrides=overrides)
 
 
@@ -78,6 +78,7 @@ def test_the_eight_variants_and_gqa_at_both_degrees_were_measured():
     for ranks in (1, 2):
         assert {("k3", q, kv, ranks) for q in ("native", "fp8", "int8", "w4a16") for kv in ("auto", "fp8")} <= ran
         assert {("gqa", "native", kv, ranks) for kv in ("auto", "fp8", "fp8_e5m2")} <= ran
+        assert {("tiny-gqa", q, kv, ranks) for q in ("native", "fp8", "int8", "w4a16") for kv in ("auto", "fp8")} <= ran
 
 
 def test_the_activation_model_is_fitted_on_two_points_only():

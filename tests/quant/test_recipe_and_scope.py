@@ -70,11 +70,13 @@ def test_a_gqa_model_has_no_experts_and_its_projections_are_dense(tmp_path):
         tensors[f"model.layers.0.{name}.weight"] = fixtures.bf16(fixtures.np.ones(shape))
     tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"] = fixtures.bf16(fixtures.np.ones((8, 64)))
     directory = fixtures.write_checkpoint(tmp_path / "gqa", tensors, {"model_type": "qwen3", "num_hidden_layers": 1}, 1)
-    with pytest.raises(Refused, match="scope experts matches none of 9 weight matrices; use scope dense_too"):
-        selected(directory, Recipe("fp8_channel"))
-    modules, chosen = selected(directory, Recipe("fp8_channel", "dense_too"))
+    modules, chosen = selected(directory, Recipe("fp8_channel"))
+    assert selected(directory, Recipe("fp8_channel", "dense_too")) == (modules, chosen)
     assert set(modules) - chosen == {"model.embed_tokens", "lm_head"}
     assert scope.ignore_list(modules, chosen) == ["re:.*lm_head$", "re:.*embed_tokens$"]
+    edit_json(directory, "config.json", lambda config: config.update(num_experts=8))
+    with pytest.raises(Refused, match="scope experts matches none of 9 weight matrices; use scope dense_too"):
+        selected(directory, Recipe("fp8_channel"))
 
 
 def test_the_ignore_list_is_complete_and_every_pattern_matches(k3):

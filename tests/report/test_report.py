@@ -10,7 +10,7 @@ from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
 from pipeline.report.build import build, read_comparisons, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
-from pipeline.report.row import build_row
+from pipeline.report.row import TRACE, build_row
 from pipeline.report.table import as_csv, headline, markdown
 
 MEMORY = ("weight_bytes", "kv_bytes_per_token", "kv_capacity_tokens", "state_bytes_per_sequence", "activation_peak_bytes")
@@ -130,3 +130,14 @@ def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):
         read_rows(tmp_path)
     write_json(tmp_path / "native-auto.json", ROW)
     assert list(read_rows(tmp_path)) == ["native-auto"]
+
+
+def test_a_replayed_trace_leads_the_report_and_is_absent_where_none_was_replayed(tmp_path, rows):
+    build(rows, tmp_path)
+    assert "Real traffic" not in (tmp_path / "report.md").read_text()
+    trace = {f"trace_{name}": 0.5 for name in TRACE} | {"trace_status": "valid", "trace_goodput_requests_s": 1.75}
+    rows["native-auto"] = ROW | trace | {"speed": "emulated"}
+    build(rows, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.index("Real traffic") < text.index("synthetic load") < text.index("| native-auto | valid")
+    assert "| native-auto | 1.75 (emulated) | 50% |" in text and text.count("| fp8-auto |") == 1

@@ -1,8 +1,12 @@
-"""Draw ``curve.json`` (the runs of train.py, in order) as ``curve.png``: answers, items and hints right against tokens seen."""
+"""Draw ``curve.json`` (the runs of train.py, in order) as ``curve.png``: answers, items and hints right against tokens seen.
+
+    python curve.py [FOLDER]        (core environment; another model's folder of the same form, default this one)
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -14,10 +18,10 @@ HERE = Path(__file__).resolve().parent
 SERIES = {"accuracy_1": "answers", "accuracy_2": "items of ordered recall", "accuracy_3": "hints (half-way, training only)"}
 
 
-def main() -> None:
+def main(folder: Path = HERE) -> None:
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     seen = 0
-    for number, run in enumerate(json.loads((HERE / "curve.json").read_text())["runs"]):
+    for number, run in enumerate(json.loads((folder / "curve.json").read_text())["runs"]):
         points = [point for point in run["points"] if "loss_0" in point]
         tokens = [(seen + point["tokens"]) / 1e6 for point in points]
         for color, (key, label) in enumerate(SERIES.items()):
@@ -35,8 +39,8 @@ def main() -> None:
     unique = dict(zip(labels, handles))
     upper.legend(unique.values(), unique.keys(), loc="lower right")
     lower.legend(loc="upper right")
-    figure.savefig(HERE / "curve.png", dpi=90)
+    figure.savefig(folder / "curve.png", dpi=90)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:2]))

@@ -1,8 +1,7 @@
 """Kimi K3 (text) on vLLM's CPU platform: an out-of-tree plugin, entry-point group ``vllm.general_plugins``.
 
-vLLM calls `register` in every process it starts (API server, engine core, workers).  Nothing heavy is imported here:
-the model is imported where it is built, and `vllm_k3_cpu.memory_report` only where a server names it as worker
-extension.
+vLLM calls `register` in every process it starts (API server, engine core, workers).  The model is imported where it is
+built, and `vllm_k3_cpu.memory_report` only where a server names it as worker extension.
 """
 
 

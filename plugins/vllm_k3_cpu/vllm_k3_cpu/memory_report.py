@@ -51,19 +51,19 @@ class MemoryReport:
     def kv_scales(self) -> dict:
         """Scales of the KV cache per attention layer, as in effect.
 
-        ``source``: ``checkpoint`` or ``default`` where the layer knows (K3), else None.  ``applied``: whether the
-        cache type uses scales at all.
+        ``source``: ``checkpoint`` or ``default``.  K3's layers know; vLLM's own forget it, but put exactly 1.0 where the checkpoint
+        has none.  ``applied``: whether the cache type uses scales at all.
         """
         layers = {}
         for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
             k_scale, v_scale = (_scale_of(layer, scale) for scale in ("k_scale", "v_scale"))
             if k_scale is None:
                 continue
-            loaded = getattr(layer, "loaded_scales", None)
+            loaded = getattr(layer, "loaded_scales", {*k_scale, *(v_scale or ())} != {1.0})
             layers[name] = {
                 "k_scale": k_scale,
                 "v_scale": v_scale,
-                "source": None if loaded is None else "checkpoint" if loaded else "default",
+                "source": "checkpoint" if loaded else "default",
                 "kv_cache_dtype": layer.kv_cache_dtype,
                 "applied": layer.kv_cache_dtype.startswith("fp8"),
             }

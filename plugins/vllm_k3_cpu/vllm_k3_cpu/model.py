@@ -18,14 +18,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching, SupportsQuant
 from vllm.model_executor.models.utils import maybe_prefix
 
-from . import emulation
 from .kda import KimiDeltaAttention
 from .mla import KimiMLAAttention
 from .moe import DenseMLP, LatentMoE
 from .norm import RMSNorm
 from .quantization import dense_config
-
-emulation.register()
 
 
 class AttentionResidual(nn.Module):

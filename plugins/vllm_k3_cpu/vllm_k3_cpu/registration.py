@@ -3,6 +3,7 @@
 1. The two K3 architectures resolve to `vllm_k3_cpu.model`, with their interface stated (no subprocess inspects them).
 2. `CpuPlatform.check_and_update_config` keeps the user's cache and scheduler settings for K3 (`settings.py`).
 3. The MXFP4 rewrite of `vllm/model_executor/models/config.py` is dropped: `quantization.py` applies the same rule here.
+4. The reference kernels of `emulation.py` stand behind vLLM's own, for every model: a stock Qwen3 in FP8 blocks needs them too.
 
 Everything rests on internals of one vLLM release, so beside any other release the K3 architectures are refused instead.
 """
@@ -34,12 +35,13 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from . import settings
+    from . import emulation, settings
 
     for architecture in ARCHITECTURES:
         ModelRegistry.models[architecture] = _registered(architecture)
     MODELS_CONFIG_MAP.pop("KimiK3ForConditionalGeneration", None)
     settings.install()
+    emulation.register()
 
 
 def _registered(architecture: str):

@@ -1,0 +1,50 @@
+"""``python3 -m pipeline tune``: the ablation around a baseline, through DVC; or what it would measure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline import env, params
+from pipeline.errors import Refused
+from pipeline.tuning.settings import SERVER_AXES, TuningSettings, expand
+from pipeline.variant import Variant
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def main(argv: list[str]) -> int:
+    """Run tuning/dvc.yaml (what it needs is made first), or with ``--plan`` only list the points."""
+    parser = argparse.ArgumentParser(prog="python3 -m pipeline tune", description=main.__doc__)
+    parser.add_argument("--plan", action="store_true", help="list the points of tuning/params.yaml, measure nothing")
+    parser.add_argument("dvc", nargs="*", help="further arguments of `dvc repro`, after --")
+    arguments = parser.parse_args(argv)
+    os.chdir(REPOSITORY)
+    settings = read()
+    if arguments.plan:
+        for point in expand(settings, baseline_values(settings)):
+            print(point.name)
+        return 0
+    env.ensure(params.load("hardware")["server_env"])
+    return subprocess.run([sys.executable, "-m", "dvc", "repro", "tuning/dvc.yaml", *arguments.dvc]).returncode
+
+
+def read(path: Path = Path("tuning/params.yaml")) -> TuningSettings:
+    """The settings, checked.  Raises :class:`Refused` for wrong ones, a point that moves two axes among them."""
+    try:
+        return TuningSettings.from_params(params.load("tuning", path))
+    except (ValueError, TypeError) as error:
+        raise Refused(f"{path}: {error}") from None
+
+
+def baseline_values(settings: TuningSettings) -> dict:
+    """The baseline's value on each axis as far as parameters tell; the stage asks the server settings themselves."""
+    from pipeline.plan import hardware
+    from pipeline.serving import FIELDS
+
+    machine, variant = hardware.parse(params.load("hardware"), "params.yaml, hardware"), Variant.parse(settings.variant)
+    values = {field: machine.flag(flag) for flag, field in FIELDS.items() if field in SERVER_AXES}
+    return values | dict(settings.baseline) | {"kv": variant.kv, "quant": variant.quant}
