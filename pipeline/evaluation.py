@@ -26,8 +26,8 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
     """Serve variant ``name`` and ask it every item of data/eval; ``samples`` gets the answers.
 
     A server that dies is started again once, and the run goes on at the request; unless it was ended because dvc was
-    (then ``ServerDied`` is raised, and the next run goes on).  One that dies again is a finding,
-    not a missing row: the shorter items are asked, and the result says ``invalid``, why, and ``server_died_at_length``.
+    (then ``ServerDied`` is raised, and the next run goes on).  One that dies again is a finding, not a missing row: the
+    shorter items are asked, and the result says ``invalid``, why, and ``server_died_at_length``.
     ``label`` names the log and the journal (default: the variant).
     """
     label, wanting = label or name, guardians()
@@ -37,9 +37,7 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
         except _Died as death:
             result = death.result
             print(f"evaluate: {label}: {death}", file=sys.stderr, flush=True)
-            if not still_wanted(wanting):
-                message = f"{label}: dvc is gone, so the server was ended; what was answered is kept"
-                raise endpoint.ServerDied(message) from None
+            _stop_unless_wanted(wanting, label)
             if attempt < TRIES:
                 print("evaluate: starting the server again, what was answered is kept", file=sys.stderr, flush=True)
     length = result.get("server_died_at_length")
@@ -49,7 +47,14 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
     try:
         return _once(name, settings, samples, label, below=length)
     except _Died:
+        _stop_unless_wanted(wanting, label)
         return result
+
+
+def _stop_unless_wanted(wanting: list[list[int]], label: str) -> None:
+    """A server that was ended because dvc was killed is no finding about the server."""
+    if not still_wanted(wanting):
+        raise endpoint.ServerDied(f"{label}: dvc is gone, so the server was ended; what was answered is kept")
 
 
 def plan_of(name: str) -> tuple[ServerSettings, dict[str, Any]]:
