@@ -31,6 +31,7 @@ def section(comparisons: Comparisons) -> list[str]:
         "Answers that could not be scored",
         "Empty, unfinished, degenerate, stuck or failed; too many of them make a run invalid.",
     )
+    lines += _divergence(comparisons)
     for picture in PICTURES:
         lines += [f"![{picture.removesuffix('.svg').replace('_', ' ')}]({picture})", ""]
     return lines
@@ -93,6 +94,31 @@ def _axis(comparisons: Comparisons, key: str, title: str, remark: str) -> list[s
         for name, cells in with_axis.items()
     ]
     return _table(header, rows, title, remark)
+
+
+def _divergence(comparisons: Comparisons) -> list[str]:
+    """KL from native by position in the text and on answers alone; native's own line is its A/A run."""
+    found = {}
+    for name, block in comparisons.items():
+        fidelity = block.get("fidelity") or (block.get("noise") or {}).get("fidelity") or {}
+        if fidelity.get("status") == "valid":
+            found[name] = fidelity
+    if not found:
+        return []
+    places = in_order({place for fidelity in found.values() for place in fidelity["by_position"]})
+    rows = []
+    for name, fidelity in found.items():
+        cells = [fidelity["by_position"].get(place) for place in places] + [fidelity["answers"]]
+        kl = ["—" if cell is None else f"{cell['kl']:.1e}" for cell in cells]
+        top1 = fidelity["top1_decided"]
+        perplexity = f"{fidelity['perplexity_variant']:.3f}"
+        rows.append([name, *kl, "—" if top1 is None else f"{top1:.1%}", perplexity])
+    return _table(
+        ["variant", *places, "answers", "first choice kept", "perplexity"],
+        rows,
+        "Divergence from native (KL, nats a token) by position in the text",
+        "First choices are counted where native gives its own at least half.  An alarm, never a verdict.",
+    )
 
 
 def _bounds(cell: dict[str, Any]) -> list[str]:

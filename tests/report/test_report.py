@@ -109,6 +109,9 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
         "fp8-auto": compare(native, rotten, {"required_families": [], "min_gateable_families": 1}, noise=floors),
         "int8-auto": {"status": "invalid", "verdict": "invalid", "reason": "stuck"},
     }
+    place = {"kl": 0.002}
+    comparisons["fp8-auto"]["fidelity"] = {"status": "valid", "by_position": {"0-256": place, "1024-4096": place | {"kl": 0.03}}}
+    comparisons["fp8-auto"]["fidelity"] |= {"answers": None, "top1_decided": 0.875, "perplexity_variant": 9.5}
     for name, block in comparisons.items():
         write_json(tmp_path / "comparisons" / f"{name}.json", block)
     build(rows, tmp_path, read_comparisons(tmp_path / "comparisons"))
@@ -119,6 +122,8 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
     assert "| variant | cyrillic (n 40) | latin (n 40) |" in text and "| fp8-auto | 0.750 | 1.000 |" in text
     assert "| fp8-auto | 0.875 | 1.000 | 12.5% | 12.5% |" in text
     assert "| int8-auto | invalid | — |" in text
+    assert "| variant | 0-256 | 1024-4096 | answers | first choice kept | perplexity |" in text
+    assert "| fp8-auto | 2.0e-03 | 3.0e-02 | — | 87.5% | 9.500 |" in text
     for picture in ("heat_maps.svg", "accuracy_by_length.svg", "flips.svg"):
         assert f"]({picture})" in text
     build(rows, tmp_path)
