@@ -162,7 +162,7 @@ def test_the_report_records_set_and_rule(made, key):
     report = made(key)[1]
     settings = recipe_of(key).calibration
     found = report["calibration"]
-    assert found["set"]["tokens"] == settings.rows * settings.tokens == 16384
+    assert found["set"]["tokens"] == settings.rows * settings.tokens >= 4096
     assert found["set"]["pin"] == files.sha256_file(settings.dataset) and len(found["set"]["token_ids_sha256"]) == 64
     experts = found["experts"]
     assert experts["experts"] == 32 and experts["fewest_tokens"] <= experts["most_tokens"]
