@@ -133,6 +133,18 @@ def test_the_bytes_are_those_that_llm_compressor_would_save(made, key):
     assert compared == 96 - 3 * len(report["calibration"]["experts"]["rounded_plainly"])
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_the_container_is_that_of_the_plain_scheme(made, source, key, tmp_path):
+    """Names, dtypes, shapes and config: what serves the one serves the other."""
+    target, _ = made(key)
+    engine.requantize(source, tmp_path / "plain", replace(recipe_of(key), calibration=None))
+    ours, plain = Checkpoint.open(target), Checkpoint.open(tmp_path / "plain")
+    assert {name: (t.dtype, t.shape) for name, t in ours.tensors().items()} == {
+        name: (t.dtype, t.shape) for name, t in plain.tensors().items()
+    }
+    assert ours.config == plain.config and ours.weight_map == plain.weight_map
+
+
 def test_gptq_beats_plain_rounding_where_it_counts(made):
     error = made("w4a16_gptq")[1]["calibration"]["output_error"]
     assert error["total"]["relative_output_rmse"] < 0.8 * error["total"]["plain_rounding"]
@@ -458,6 +470,24 @@ def test_rows_are_packed_and_begin_with_the_first_document(source):
     assert np.array_equal(half.reshape(32, 512), ids)
     with pytest.raises(Refused, match="do not belong together"):
         tokens.load(settings, source, 100)
+
+
+def test_a_hub_dataset_is_asked_for_at_its_commit_and_only_as_far_as_needed(source, monkeypatch):
+    import datasets
+
+    asked, read = [], []
+
+    def rows():
+        for number in range(1000):
+            read.append(number)
+            yield {"messages": [{"role": "user", "content": " tiki = 182 ; koga = 014 ;"}]}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or rows())
+    settings = Calibration("gptq", "org/set", rows=2, tokens=16, revision="a" * 40, subset="en", column="messages")
+    ids = tokens.load(settings, source, 1024)
+    named = {"split": "train", "revision": "a" * 40, "streaming": True}
+    assert asked == [(("org/set", "en"), named)] and ids.shape == (2, 16) and len(read) < 10
+    assert ids[0, 0] == 1 and (ids == 1).sum() == len(read), "one BOS a document, the template's or ours, never two"
 
 
 def test_counting_is_the_router_s_own(loaded):
