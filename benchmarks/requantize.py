@@ -19,7 +19,8 @@ of the output. The `_cpu` ratios compare CPU seconds instead of wall seconds, fo
 meanwhile. `workers2_ratio`: one worker's time over two workers' (eight shards, four times the experts, as many cores
 as there are); beside it `workers2_machine`, what two processes of arithmetic alone gain on the same two cores at that
 time, which no engine can exceed (2 on an idle machine), and `workers2_cpu`, the CPU seconds of two workers over those
-of one: 1 where they do not hinder each other. `--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The last line is one JSON object.
+of one: 1 where they do not hinder each other. `--memory` adds the peak RSS for a 1 GB and an 8 GB checkpoint.  The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -289,7 +290,10 @@ def workers_ratio(folder: Path, experts: int, repeats: int) -> dict[str, float]:
         shown = ", ".join(f"{workers} in {found[-1]['seconds']:.2f} s" for workers, found in runs.items())
         print(f"workers {number + 1}/{repeats}: {shown}; the machine gains {machine[-1]:.2f}", flush=True)
     shutil.rmtree(source)
-    wall, cpu = ({n: statistics.median(run[key] for run in found) for n, found in runs.items()} for key in ("seconds", "cpu_s"))
+    wall, cpu = (
+        {workers: statistics.median(run[key] for run in found) for workers, found in runs.items()}
+        for key in ("seconds", "cpu_s")
+    )
     return {
         "workers2_ratio": round(wall[1] / wall[2], 2),
         "workers2_cpu": round(cpu[2] / cpu[1], 2),
@@ -303,7 +307,8 @@ def machine_ratio() -> float:
            "for _ in range(12000): hashlib.sha256(d).digest()\nprint(time.perf_counter() - t)"  # fmt: skip
 
     def seconds(count: int) -> float:
-        running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        command = [sys.executable, "-c", code]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
         return max(float(process.communicate()[0]) for process in running)
 
     return 2 * seconds(1) / seconds(2)

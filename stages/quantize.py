@@ -21,7 +21,10 @@ def main(quant: str) -> None:
             store.content_addressed(source["sha256"], recipe.sha256) if pointed else store.tracked(quant)
         )
         workers = len(os.sched_getaffinity(0)) if pointed else 1  # starting a process costs more than a small model
-        report = requantize(Path(model["path"]), target, recipe, workers=workers, source_manifest=source)
+        report = requantize(
+            Path(model["path"]), target, recipe, workers=workers, source_manifest=source,
+            trust_remote_code=model["trust_remote_code"],
+        )  # fmt: skip
         if pointed:
             store.point(quant, target, report)
     write_json(f"metrics/manifests/{quant}.json", {"recipe": settings, "files": report.pop("files")})

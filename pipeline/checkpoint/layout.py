@@ -18,6 +18,8 @@ VISION = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|visual|mm_projector|m
 F32_TENSORS = re.compile(
     r"\.(?:A_log|dt_bias|e_score_correction_bias|self_attn\.(?:[qkv]_)?conv1d\.weight|self_attn\.o_norm\.weight)$"
 )
+# What a calibrated recipe may rescale, row by row, beside the experts that read it: linear, and nothing else reads it.
+SMOOTHED = re.compile(r"\.block_sparse_moe\.routed_expert_down_proj\.weight$")
 ROUTER_GATE = re.compile(r"(?:block_sparse_moe|mlp|moe)\.gate$")
 
 FUSED_SETS = (

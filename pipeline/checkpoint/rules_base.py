@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from pipeline import files
+from pipeline.checkpoint import numbers
 from pipeline.checkpoint.declared import CONFIG_KEYS
 from pipeline.checkpoint.finding import Finding
 from pipeline.checkpoint.headers import Tensor
+from pipeline.checkpoint.layout import SMOOTHED
 from pipeline.checkpoint.manifest import same_file
 from pipeline.checkpoint.reading import CONFIG, Checkpoint
 from pipeline.checkpoint.rules_content import AGAIN, PROVENANCE, chunks_of
 from pipeline.checkpoint.table import Table, is_packed
+from pipeline.errors import Unreadable
+
+# Two roundings to bf16 (the row, and the factor that is read back from it), of the row's largest weight.
+SMOOTHING_TOLERANCE = 2.0**-7
 
 
 def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
@@ -83,7 +92,11 @@ def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
 
 
 def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
-    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes."""
+    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes.
+
+    One exception: what a calibrated recipe smoothed, says the provenance, and may smooth, differs by a factor a row.
+    """
+    smoothed = _smoothed(table.checkpoint)
     for tensor in base.tensors().values():
         mine = table.modules.get(tensor.module, {})
         other = mine.get(tensor.parameter)
@@ -94,7 +107,10 @@ def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
             chunks_of(table.checkpoint, table.shard(tensor.name), other),
             strict=True,
         )
-        if any(one != two for one, two in pairs):
+        if tensor.name in smoothed:
+            base_values, mine_values = (np.frombuffer(b"".join(part), np.uint16) for part in zip(*pairs, strict=True))
+            yield from _row_factors(table, other, base_values, mine_values)
+        elif any(one != two for one, two in pairs):
             yield Finding(
                 "bytes-drift",
                 table.shard(tensor.name),
@@ -102,6 +118,33 @@ def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
                 f"{tensor.dtype} {list(tensor.shape)} differs from the base",
                 "copy it from the base byte for byte",
             )
+
+
+def _smoothed(checkpoint: Checkpoint) -> set[str]:
+    """The tensors that the checkpoint's own provenance lists as smoothed, less those that nothing may smooth."""
+    try:
+        provenance = files.read_json(checkpoint.directory / PROVENANCE)
+        names = provenance["calibration"]["changed_tensors"]
+    except (Unreadable, KeyError, TypeError):
+        return set()
+    return {name for name in names if isinstance(name, str) and SMOOTHED.search(name)}
+
+
+def _row_factors(table: Table, tensor: Tensor, base_bits: np.ndarray, bits: np.ndarray) -> Iterator[Finding]:
+    """A bf16 matrix is its base, each row divided by a positive number and rounded."""
+    before, after = (numbers.bf16_values(x).reshape(tensor.shape).astype(np.float64) for x in (base_bits, bits))
+    energy = np.square(after).sum(1)
+    factor = (before * after).sum(1) / np.where(energy > 0, energy, 1)
+    off = np.abs(before - after * factor[:, None]).max(1) > SMOOTHING_TOLERANCE * np.abs(before).max(1)
+    wrong = int((off | ((factor <= 0) & (energy > 0))).sum())
+    if tensor.dtype != "BF16" or wrong:
+        yield Finding(
+            "smoothing-drift",
+            table.shard(tensor.name),
+            tensor.name,
+            f"declared as smoothed, but {wrong} of {len(off)} rows are not the base's rows times a positive number",
+            AGAIN,
+        )
 
 
 def _logical(stored: dict[str, Tensor], table: Table | None, module: str) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -33,6 +33,9 @@ from pipeline.quant.recipe import Recipe
 from pipeline.quant.records import LOCK, OUTPUT, RECORDS
 from pipeline.quant.streaming import convert_shard
 
+if TYPE_CHECKING:
+    from pipeline.quant.calibrated.run import Calibrated
+
 LOCK_PATIENCE_S = 2.0
 
 # tqdm's own lock is shared with forked processes; one that is killed while it holds it would stop all the others.
@@ -46,6 +49,7 @@ def requantize(
     *,
     workers: int = 1,
     source_manifest: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Write ``target``, a compressed-tensors checkpoint of ``source`` re-encoded by ``recipe``.
 
@@ -53,10 +57,12 @@ def requantize(
     whose (source hash, recipe) is on record there is not done again.  The target appears whole, by a rename.
 
     ``source_manifest``: where given, each source shard's SHA-256 must equal it (checked while reading).
-    Returns ``{"status", "reason", "recipe", "recipe_sha256", "source", "damage", "files", "run"}``; ``files`` lists
-    the target's files, name, size_bytes and sha256 each (the result is a manifest).  All but ``run`` (seconds, bytes,
-    shards done and resumed) depends on the input alone and is also in ``TARGET/requantization.json`` and
-    ``TARGET/manifest.json``. Raises :class:`Refused` or ``Unreadable`` with the offender's name.
+    A calibrated recipe calibrates first and then writes in this process; shards of an earlier, killed calibration are
+    done again, for two calibrations must not mix.  ``trust_remote_code`` is for its tokenizer.
+    Returns ``{"status", "reason", "recipe", "recipe_sha256", "source", "damage", "files", "run"}`` and ``calibration``
+    where there was one; ``files`` lists the target's files, name, size_bytes and sha256 each (the result is a
+    manifest).  All but ``run`` (seconds, bytes, shards done and resumed) depends on the input alone and is also in
+    ``TARGET/requantization.json`` and ``TARGET/manifest.json``.  Raises :class:`Refused` or ``Unreadable`` with the offender's name.
     """
     source, target = Path(source), Path(target)
     if workers < 1:
@@ -74,16 +80,18 @@ def requantize(
     with _locked(work):
         report = records.finished_target(plan, target, expected)
         known = {shard.name: records.finished_shard(plan, shard, work) for shard in plan.shards}
-        done = {name: record for name, record in known.items() if record is not None}
+        done = {name: record for name, record in known.items() if record is not None and recipe.calibration is None}
         todo = [] if report else [shard for shard in plan.shards if shard.name not in done]
         if report is None:
             _check_space(plan, todo, work)
-            for name, record in _convert_all(plan, todo, work, workers):
+            calibrated = _calibrate(plan, trust_remote_code)
+            for name, record in _convert_all(plan, todo, work, workers, calibrated):
                 _check_hash(source / name, record["source"]["sha256"], expected.get(name))
                 done[name] = record
             for name, record in done.items():
                 _check_hash(source / name, record["source"]["sha256"], expected.get(name))
-            report = _finish(plan, done, work / OUTPUT, target)
+            calibration = {"calibration": calibrated.finish()} if calibrated else {}
+            report = _finish(plan, done, work / OUTPUT, target, calibration)
         shutil.rmtree(work)
     seconds = time.monotonic() - started
     return report | {
@@ -96,6 +104,14 @@ def requantize(
             "shards_resumed": len(plan.shards) - len(todo),
         }
     }
+
+
+def _calibrate(plan: Plan, trust_remote_code: bool) -> Calibrated | None:
+    if plan.recipe.calibration is None:
+        return None
+    from pipeline.quant.calibrated.run import calibrate  # torch and llm-compressor: not for a look-up in a table
+
+    return calibrate(plan.source, plan.recipe, trust_remote_code)
 
 
 @contextlib.contextmanager
@@ -132,10 +148,11 @@ def _check_hash(path: Path, digest: str, wanted: dict[str, Any] | None) -> None:
 
 
 def _convert_one(
-    plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None]
-) -> dict:
+    plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None],
+    calibrated: Calibrated | None = None,
+) -> dict:  # fmt: skip
     stamp = records.stamp_of(plan_source / shard.name)
-    result = convert_shard(plan_source, work / OUTPUT, shard, recipe, progress)
+    result = convert_shard(plan_source, work / OUTPUT, shard, recipe, progress, calibrated)
     if records.stamp_of(plan_source / shard.name) != stamp:
         raise Refused(f"{plan_source / shard.name}: changed while it was read; let its writer finish")
     return records.write(work, shard, recipe, stamp, result)
@@ -163,15 +180,17 @@ def _work(plan_source: Path, work: Path, shard: ShardPlan, recipe: Recipe) -> di
     return _convert_one(plan_source, work, shard, recipe, progress)
 
 
-def _convert_all(plan: Plan, todo: list[ShardPlan], work: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _convert_all(
+    plan: Plan, todo: list[ShardPlan], work: Path, workers: int, calibrated: Calibrated | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     total = sum(shard.source_bytes for shard in todo)
     bar = {
         "total": total, "unit": "B", "unit_scale": True, "desc": plan.recipe.format, "disable": None if todo else True
     }
-    if workers == 1 or len(todo) < 2:
+    if workers == 1 or len(todo) < 2 or calibrated is not None:  # the model is in this process
         with tqdm(**bar) as shown:
             for shard in todo:
-                yield shard.name, _convert_one(plan.source, work, shard, plan.recipe, shown.update)
+                yield shard.name, _convert_one(plan.source, work, shard, plan.recipe, shown.update, calibrated)
         return
     # fork: a worker must not import the caller's main module again, as spawn does; nothing here runs threads before.
     context = multiprocessing.get_context("fork")
@@ -194,7 +213,9 @@ def _convert_all(plan: Plan, todo: list[ShardPlan], work: Path, workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def _finish(plan: Plan, done: dict[str, dict[str, Any]], output: Path, target: Path) -> dict[str, Any]:
+def _finish(
+    plan: Plan, done: dict[str, dict[str, Any]], output: Path, target: Path, calibration: dict[str, Any]
+) -> dict[str, Any]:
     """Write what is not a shard, check the whole, and rename it into place."""
     wanted = {shard.name for shard in plan.shards} | set(plan.auxiliary) | {CONFIG, INDEX, PROVENANCE}
     for name in manifest.listed_files(output):  # of an earlier recipe or source
@@ -220,7 +241,7 @@ def _finish(plan: Plan, done: dict[str, dict[str, Any]], output: Path, target: P
             ]
         },
         "damage": summarize(rows),
-    }
+    } | calibration
     files.write_json(output / PROVENANCE, provenance)
     hashes = {name: record["target"]["sha256"] for name, record in done.items()}
     built = manifest.build(output, hashes)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline import files
 from pipeline.errors import Refused
+from pipeline.quant.calibration import METHODS, Calibration
 
 FORMATS = ("native", "fp8_block", "fp8_channel", "int8_channel", "w4a16", "nvfp4", "w2_control")
 SCOPES = ("experts", "dense_too", "dense_only")
@@ -24,12 +25,14 @@ class Recipe:
     ``pow2`` scales keep MXFP4 values exact where the format's range allows; ``amax`` is llm-compressor's rounding,
     bit for bit.  ``w4a16`` and ``w2_control`` know only ``amax``, ``nvfp4`` only ``pow2``; ``native`` changes
     nothing. ``w2_control`` puts 2-bit values into a 4-bit container: damage on purpose, for tests of the evaluation.
+    With ``calibration`` the values come from llm-compressor's ``oneshot`` instead (K3's experts, ``amax`` scales).
     """
 
     format: str
     scope: str = "experts"
     group_size: int | None = None
     scale: str = "pow2"
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -49,18 +52,27 @@ class Recipe:
                 raise Refused(f"recipe {self.format} takes group_size {sizes}, got {self.group_size}")
         if self.format in ("w4a16", "w2_control"):
             object.__setattr__(self, "scale", "amax")
+        if self.calibration is not None:
+            made = METHODS[self.calibration.method]
+            if (self.format, self.scope, self.scale) != (made, "experts", "amax"):
+                raise Refused(
+                    f"calibration {self.calibration.method} makes format {made}, scope experts, scale amax; the recipe "
+                    f"says {self.format}, {self.scope}, {self.scale}"
+                )
 
     @classmethod
     def from_params(cls, params: dict[str, Any]) -> Recipe:
         """A recipe from parameters.  Raises :class:`Refused` for unknown keys and values."""
-        unknown = sorted(params.keys() - {"format", "scope", "group_size", "scale"})
+        unknown = sorted(params.keys() - cls.__dataclass_fields__.keys())
         if unknown or "format" not in params:
             raise Refused(f"recipe {params}: {'unknown keys ' + ', '.join(unknown) if unknown else 'has no format'}")
+        if params.get("calibration") is not None:
+            params = params | {"calibration": Calibration.from_params(params["calibration"])}
         return cls(**params)
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as JSON."""
-        return asdict(self)
+        """The recipe as JSON; ``calibration`` only where there is one."""
+        return {key: value for key, value in asdict(self).items() if key != "calibration" or value is not None}
 
     @property
     def sha256(self) -> str:

@@ -146,21 +146,29 @@ class RegionScheme:
         """
         if not np.isfinite(x).all():
             raise Refused(f"{int((~np.isfinite(x)).sum())} weights are NaN or infinite; fix the source")
-        rows, columns = x.shape
-        width = self.columns_of_region(columns)
-        blocks = x.reshape(rows // self.region_rows, self.region_rows, columns // width, width)
-        amax = np.abs(blocks).max(axis=(1, 3))
-        scale = self.scale_rule(amax, dtype)
-        per_weight = scale[:, None, :, None]
-        stored, decoded = self.quantizer(blocks, per_weight, FLOAT_DTYPES[dtype][0])
-        error = decoded.astype(np.float64) * per_weight - blocks
-        signal = float(np.square(blocks, dtype=np.float64).sum())
+        blocks = self._regions(x)
+        scale = self.scale_rule(np.abs(blocks).max(axis=(1, 3)), dtype)
+        stored, decoded = self.with_scale(x, scale, dtype)
+        error = decoded.astype(np.float64) - x
+        signal = float(np.square(x, dtype=np.float64).sum())
         damage = Damage(x.size, int(np.count_nonzero(error)), float(np.square(error).sum()), signal, None)
-        stored = stored.reshape(rows, columns)
+        return Converted(stored, scale, damage)
+
+    def with_scale(self, x: np.ndarray, scale: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Round ``x [rows, columns]`` by given scales, one a region: stored bytes, and what they decode to (float64).
+        """
+        per_weight = scale[:, None, :, None]
+        stored, decoded = self.quantizer(self._regions(x), per_weight, FLOAT_DTYPES[dtype][0])
+        stored = stored.reshape(x.shape)
         if self.packed:
             nibbles = (stored + np.int8(8)).view(np.uint8)
             stored = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-        return Converted(np.ascontiguousarray(stored), scale, damage)
+        return np.ascontiguousarray(stored), (decoded.astype(np.float64) * per_weight).reshape(x.shape)
+
+    def _regions(self, x: np.ndarray) -> np.ndarray:
+        """``[row blocks, rows of one, column blocks, columns of one]``."""
+        width = self.columns_of_region(x.shape[1])
+        return x.reshape(x.shape[0] // self.region_rows, self.region_rows, x.shape[1] // width, width)
 
 
 def _view(buffer: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:

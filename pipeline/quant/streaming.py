@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from pipeline.quant.damage import NOTHING, Damage
 from pipeline.quant.nvfp4 import Nvfp4Scheme
 from pipeline.quant.planning import Convert, Copy, ShardPlan, rows_of, scheme_of
 from pipeline.quant.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pipeline.quant.calibrated.run import Calibrated
 
 # About the size of a core's second-level cache: a chunk is converted, hashed and written while it is there.
 CHUNK_BYTES = 1 << 20
@@ -109,9 +112,12 @@ def _reserve(descriptor: int, size: int, path: Path) -> None:
 
 
 def convert_shard(
-    source: Path, target: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None] = lambda count: None
-) -> dict[str, Any]:
+    source: Path, target: Path, shard: ShardPlan, recipe: Recipe, progress: Callable[[int], None] = lambda count: None,
+    calibrated: Calibrated | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write ``target/shard.name``; returns its size and hashes, and the damage of each module.
+
+    ``calibrated`` gives the values of a calibrated recipe, which are else computed here.
 
     Raises :class:`Refused` naming tensor and shard where the source's weights are NaN or infinite.
     """
@@ -123,19 +129,23 @@ def convert_shard(
     buffers = Buffers()
     for step in shard.steps:
         if isinstance(step, Copy):
+            if calibrated is not None and step.tensor.name in calibrated.replaced:
+                held[step.tensor.name] = calibrated.replaced[step.tensor.name]
             if step.tensor.name not in shard.late:
-                _copy(reader, writer, step.tensor, buffers)
+                _put(reader, writer, step.tensor, held, buffers)
         else:
             try:
-                damage[step.module.name] = _convert(reader, writer, source, step, shard, recipe, held, buffers)
+                damage[step.module.name] = _convert(
+                    reader, writer, source, step, shard, recipe, held, buffers, calibrated
+                )
             except Refused as error:
                 raise Refused(f"{step.module.name} ({source / shard.name}): {error}") from None
     copies = {step.tensor.name: step.tensor for step in shard.steps if isinstance(step, Copy)}
     for name in shard.late:
-        if name in held:
-            writer.write(held.pop(name))
+        if name in copies:
+            _put(reader, writer, copies[name], held, buffers)
         else:
-            _copy(reader, writer, copies[name], buffers)
+            writer.write(held.pop(name))
     if writer.size != shard.target_bytes:
         raise AssertionError(f"{shard.name}: wrote {writer.size} bytes, planned {shard.target_bytes}")
     source_sha256 = reader.finish()
@@ -160,6 +170,14 @@ class Buffers:
         return self._buffers[name][:size]
 
 
+def _put(reader: Reader, writer: Writer, tensor: Tensor, held: dict[str, bytes], buffers: Buffers) -> None:
+    """A tensor as it is, or what a calibrated recipe made of it."""
+    if tensor.name in held:
+        writer.write(held.pop(tensor.name))
+    else:
+        _copy(reader, writer, tensor, buffers)
+
+
 def _copy(reader: Reader, writer: Writer, tensor: Tensor, buffers: Buffers) -> None:
     for start in range(tensor.start, tensor.end, CHUNK_BYTES):
         part = buffers.take("copy", min(CHUNK_BYTES, tensor.end - start))
@@ -169,7 +187,7 @@ def _copy(reader: Reader, writer: Writer, tensor: Tensor, buffers: Buffers) -> N
 
 def _convert(
     reader: Reader, writer: Writer, source: Path, step: Convert, shard: ShardPlan, recipe: Recipe,
-    held: dict[str, bytes], buffers: Buffers,
+    held: dict[str, bytes], buffers: Buffers, calibrated: Calibrated | None,
 ) -> Damage:  # fmt: skip
     scheme = scheme_of(recipe, step)
     module = step.module
@@ -184,9 +202,12 @@ def _convert(
 
     scales, total = [], NOTHING
     load = _mxfp4_rows(reader, source, step, shard, buffers) if module.mxfp4 else _float_rows(reader, step, buffers)
-    for start, end in rows_of(step, scheme, CHUNK_WEIGHTS):
+    chunks = rows_of(step, scheme, CHUNK_WEIGHTS) if calibrated is None else [(0, module.shape[0])]
+    for start, end in chunks:
         rows = load(start, end)
-        if isinstance(scheme, Nvfp4Scheme):
+        if calibrated is not None:
+            converted = calibrated.convert(module, numbers.mxfp4_values(*rows) if module.mxfp4 else rows)
+        elif isinstance(scheme, Nvfp4Scheme):
             converted = scheme.from_mxfp4(*rows, base=step.base)
         elif module.mxfp4:
             converted = scheme.from_mxfp4(*rows, out=buffers.take("out", (end - start) * module.shape[1]))

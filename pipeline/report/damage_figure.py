@@ -21,8 +21,9 @@ def damage_svg(reports: dict[str, dict[str, Any] | None]) -> str:
     matplotlib.rcParams |= {"svg.hashsalt": "damage", "svg.fonttype": "none"}
     import matplotlib.pyplot as plt
 
-    rows = {name: report["by_kind_and_layer"] for name, report in reports.items() if report and report["by_kind_and_layer"]}
-    kinds = sorted({row["kind"] for found in rows.values() for row in found}, key=lambda kind: ("experts" not in kind, kind))
+    rows = {name: report["by_kind_and_layer"] for name, report in reports.items() if report}
+    kinds = {row["kind"] for found in rows.values() for row in found}
+    kinds = sorted(kinds, key=lambda kind: ("experts" not in kind, kind))
     finite = [row["sqnr_db"] for found in rows.values() for row in found if row["sqnr_db"] is not None]
     exact = (max(finite) if finite else 40) + EXACT_ABOVE_DB
     layers = sorted({row["layer"] for found in rows.values() for row in found if row["layer"] is not None})
@@ -41,7 +42,8 @@ def damage_svg(reports: dict[str, dict[str, Any] | None]) -> str:
             values = [exact if row["sqnr_db"] is None else row["sqnr_db"] for row in found]
             # Lines that lie on each other, as exact ones do, stay told apart by the size of their marks.
             (handles[name],) = axis.plot(
-                [row["layer"] for row in found], values, marker="os^Dvph*"[number % 8], markersize=9 - min(number, 8) * 0.7,
+                [row["layer"] for row in found], values,
+                marker="os^Dvph*"[number % 8], markersize=9 - min(number, 8) * 0.7,
                 markerfacecolor="none", markeredgewidth=1.4, linewidth=1.2, color=f"C{number % 10}", label=name,
             )  # fmt: skip
         axis.axhline(exact, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
@@ -57,7 +59,10 @@ def damage_svg(reports: dict[str, dict[str, Any] | None]) -> str:
         lowest = max((i for i in range(height) if i * width + column < len(kinds)), default=0)
         axes[lowest, column].set_xlabel("layer", fontsize=9)
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(len(handles), 6), fontsize=8, frameon=False)
+        columns = min(len(handles), 6)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper center", ncols=columns, fontsize=8, frameon=False
+        )
     else:
         axes.flat[0].text(0.5, 0.5, "no weights were re-encoded", ha="center", transform=axes.flat[0].transAxes)
     stream = io.StringIO()

@@ -1,10 +1,14 @@
 """Every lint rule has a checkpoint that is broken on purpose; the unbroken one shows that the rule is what finds it."""
 
+import ast
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.checkpoint import numbers
 from pipeline.checkpoint.lint import lint
 from tests.checkpoint import fixtures
 from tests.checkpoint.fixtures import EXPERT, PREFIX, drop, edit_json, edit_tensors, edit_values, put, shard_of
@@ -360,3 +364,66 @@ def test_base_comparison(originals, checkpoint, rule, damage, names):
     damage(directory)
     found = [finding for finding in lint(directory, base=originals / "native") if finding.rule == rule]
     assert any(names in str(finding) for finding in found), found
+
+
+DOWN = PREFIX + "layers.1.block_sparse_moe.routed_expert_down_proj.weight"
+
+
+def smooth(directory, factors, declared=(DOWN,)):
+    """Divide the rows of a bf16 matrix and declare it, as a calibrated recipe does."""
+
+    def divide(bits):
+        bits[:] = fixtures.bf16(numbers.bf16_values(bits) / factors[: len(bits), None])[1]
+
+    edit_values(directory, DOWN, divide)
+    (directory / "requantization.json").write_text(json.dumps({"calibration": {"changed_tensors": list(declared)}}))
+
+
+def drift(directory, base):
+    return {(finding.rule, finding.tensor) for finding in lint(directory, base=base) if finding.rule.endswith("-drift")}
+
+
+def test_a_declared_smoothing_is_checked_row_by_row(originals, checkpoint):
+    directory, base = checkpoint("fp8"), originals / "native"
+    factors = np.exp(np.random.default_rng(0).standard_normal(1024)).astype(np.float32)
+    smooth(directory, factors)
+    assert drift(directory, base) == set()
+    edit_values(directory, DOWN, lambda bits: bits.__setitem__((3, 5), bits[3, 5] ^ 0x8000))
+    assert drift(directory, base) == {("smoothing-drift", DOWN)}
+
+
+def test_a_smoothing_that_flips_signs_is_none(originals, checkpoint):
+    directory = checkpoint("fp8")
+    factors = np.ones(1024, np.float32)
+    factors[2] = -1
+    smooth(directory, factors)
+    assert drift(directory, originals / "native") == {("smoothing-drift", DOWN)}
+
+
+def test_a_smoothing_that_is_not_declared_or_not_allowed_is_a_drift(originals, checkpoint):
+    directory, base = checkpoint("fp8"), originals / "native"
+    smooth(directory, np.full(1024, 2, np.float32), declared=())
+    assert drift(directory, base) == {("bytes-drift", DOWN)}
+    norm = PREFIX + "norm.weight"
+    edit_values(directory, norm, first(7))
+    (directory / "requantization.json").write_text(json.dumps({"calibration": {"changed_tensors": [norm, DOWN, 7]}}))
+    assert drift(directory, base) == {("bytes-drift", norm)}
+
+
+def test_every_rule_has_a_checkpoint_broken_on_purpose():
+    """The names of all findings, from the source of the lint, against those that the cases above break."""
+    folder = Path(lint.__code__.co_filename).parent
+    rules = set()
+    for path in folder.glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Finding" and call.args:
+                constants = [node.value for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
+                rules |= {value for value in constants if isinstance(value, str)}
+    assert len(rules) > 50
+    tested = {
+        node.value
+        for path in Path(__file__).parent.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert rules <= tested, f"never seen failing: {sorted(rules - tested)}"
