@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ class Measurer:
         probed = [[item.prompt_hash, item.max_gen_toks] for item in self.items]
         return sha256_json([known["parts"], server.requested(), checkpoint_id(server.model), probed])
 
+    def _runs(self, key: str) -> Path:
+        return self.folder / "runs" / key[:24]
+
     # --- points -----------------------------------------------------------------------------------------------------
 
     def measure(self, point: Point, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class Measurer:
                 write_json(path, identity | result)  # an invalid point is measured again by the next run
                 break
             log(f"tune: {point.name} is invalid, {result['reason']}")
+            shutil.rmtree(self._runs(key))  # repeats that do not agree would never agree by being kept
         return identity | result
 
     def _on(self, server: Server, point: Point, done: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Measurer:
         measured = bench(
             server,
             self.settings.bench,
-            self.folder / "runs" / key[:24],
+            self._runs(key),
             hardware=self.machine.hardware,
             software=self.machine.software,
             under_test=UNDER_TEST,

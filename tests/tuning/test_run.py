@@ -62,6 +62,21 @@ def test_a_killed_run_goes_on_at_its_point_and_repeats_nothing(tuning):
     assert len(tuning.started) - done == 1 + 2, "one server for the point that was cut, two for the pairs"
     again, client = tuning.tune(by_seqs)
     assert client.timed == 0 and again["recommendation"] == result["recommendation"]
+    assert len(tuning.started) - done == 1 + 2, "nothing is left to serve"
+
+
+def test_a_disturbed_point_is_measured_once_more_and_again_by_the_next_run(tuning):
+    calls = []
+
+    def disturbed(settings):
+        calls.append(settings.max_num_seqs)
+        return by_seqs(settings) * (1 + calls.count(8) % 3 if settings.max_num_seqs == 8 else 1)
+
+    row = next(row for row in tuning.tune(disturbed)[0]["rows"] if row["name"] == "max_num_seqs=8")
+    assert row["status"] == "invalid" and "spread_too_wide" in row["reason"] and row["difference_pct"] is None
+    assert sum(settings.max_num_seqs == 8 for settings in tuning.started) == 2
+    row = next(row for row in tuning.tune(by_seqs)[0]["rows"] if row["name"] == "max_num_seqs=8")
+    assert row["status"] == "valid"
 
 
 def test_another_probe_or_workload_measures_again(tuning):
