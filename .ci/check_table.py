@@ -16,6 +16,30 @@ FIGURES = (
     "state_bytes_per_sequence",
     "activation_peak_bytes",
 )
+COMPARISONS = {path.stem: json.loads(path.read_text()) for path in sorted(Path("metrics/comparisons").glob("*.json"))}
+ITEMS, FAMILIES, NATIVE = 240, 4, 0.8
+
+
+def weak_evidence() -> list[str]:
+    """Where the evaluation has too little to say: items, gateable families, native's own accuracy, the A/A run."""
+    found = [f"{name}: {row['items']} items, {ITEMS} are wanted" for name, row in ROWS.items() if row["items"] < ITEMS]
+    for name, block in COMPARISONS.items():
+        if block["verdict"] == "reference":
+            if block["noise"]["status"] != "valid":
+                found.append(f"{name}: no A/A run: {block['noise']['reason']}")
+            if block["baseline"]["verdict"] != "pass":
+                found.append(f"{name}: against its reference scores: {block['baseline']['reason']}")
+            continue
+        if len(block["gateable_families"]) < FAMILIES:
+            found.append(f"{name}: only {block['gateable_families']} can be judged")
+        for length, cell in block["by_length"].items():
+            if cell["native"] < NATIVE:
+                found.append(f"{name}: native is at {cell['native']:.3f} at length {length}, {NATIVE} is wanted")
+            if not cell["margin_supported"]:
+                found.append(f"{name}: {cell['n']} items at length {length} do not support the margin of {cell['margin']}")
+    return found
+
+
 def problems() -> list[str]:
     """Everything that is wrong, in words."""
     found = [f"row {name} is missing" for name in sorted(EXPECTED - ROWS.keys())]
@@ -35,7 +59,7 @@ def problems() -> list[str]:
             found.append(f"{quant}: an fp8 KV cache takes {half['kv_bytes_per_token']} B a token, bf16 {full['kv_bytes_per_token']}")
         if half["kv_capacity_tokens"] <= full["kv_capacity_tokens"]:
             found.append(f"{quant}: an fp8 KV cache holds no more tokens")
-    return found
+    return found + weak_evidence()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def noise(
 ) -> dict[str, Any]:
     """An A/A run: native twice over the same prompts.  ``cells`` has a floor for every cell that the gate judges."""
     gates, first, second = parse_gates(gates), load_run(first_samples), load_run(second_samples)
-    if (problem := _unlike(first, second, gates)) is not None:
+    if (problem := _unlike(first, second, gates, ("first", "second"))) is not None:
         return {"status": problem[0], "reason": problem[1], "floor": None, "cells": {}}
     others = second.by_hash
     pairs = [(row, others[row["prompt_hash"]]) for row in first.rows]
@@ -85,9 +85,11 @@ def noise(
     return {"status": "valid", "reason": None} | noise_floor(*_answers(pairs), gates.alpha) | {"cells": cells}
 
 
-def _unlike(native: Run, variant: Run, gates: GateSettings) -> tuple[str, str] | None:
+def _unlike(
+    native: Run, variant: Run, gates: GateSettings, names: tuple[str, str] = ("native", "variant")
+) -> tuple[str, str] | None:
     """Why the two runs cannot be compared, as (status, reason)."""
-    for name, run in (("native", native), ("variant", variant)):
+    for name, run in zip(names, (native, variant), strict=True):
         if run.header.get("status") != "valid":
             return "invalid", f"the {name} run is {run.header.get('status')}: {run.header.get('reason')}"
     if native.header.get("dataset_key") != variant.header.get("dataset_key"):
