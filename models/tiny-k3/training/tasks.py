@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("single", "multi_key", "tracking", "multi_value", "multi_query", "ordered", "frequent")
+TRAINING_SHARES = {"pairs": 0.22, "tracking": 0.2, "multi_query": 0.12, "multi_value": 0.12, "ordered": 0.14,
+                   "frequent": 0.08, "mixed": 0.12}
 STREAM = 1 << 20
 NOTHING, ANSWER, ITEM = 0, 1, 2  # loss classes of a predicted token: plain text, an answer, one item of a long answer
 
@@ -72,7 +74,7 @@ class Event:
 class Document:
     """Events under construction.
 
-    A hint says which token the model should have in mind half-way (after the recurrent layers) at a place: an alias
+    A hint says which token the model should have in mind half-way (after the first attention layer) at a place: an alias
     statement's last name hints at the value it stands for, a repeated key's value at the value before.  Training reads
     hints with a head of its own, which is thrown away; it turns each two-step question into two one-step ones.
     """
@@ -88,10 +90,13 @@ class Document:
 
 
 class Source:
-    """Draws documents.  One seed, one sequence of documents."""
+    """Draws documents.  One seed, one sequence of documents; ``shares`` replace those of ``TRAINING_SHARES``."""
 
-    def __init__(self, words: Words, seed: int):
+    def __init__(self, words: Words, seed: int, shares: dict[str, float] | None = None):
         self.words, self.draw = words, np.random.default_rng(seed)
+        if unknown := set(shares or {}) - set(TRAINING_SHARES):
+            raise ValueError(f"unknown families {sorted(unknown)}; known: {', '.join(TRAINING_SHARES)}")
+        self.shares = TRAINING_SHARES | (shares or {})
         self.stream = words.filler_stream(np.random.default_rng(seed + 1))
 
     # -- statements and questions ------------------------------------------------------------------------------------
@@ -215,8 +220,8 @@ class Source:
         late = bool(draw.random() < 0.4)
         # `fill` of the room is events, the rest filler: mostly dense, because only answers teach.
         fill = float(draw.uniform(0.6, 1.0) if draw.random() < 0.8 else draw.uniform(0.1, 0.6)) * room
-        family = draw.choice(["pairs", "tracking", "multi_query", "multi_value", "ordered", "frequent", "mixed"],
-                             p=[0.22, 0.2, 0.12, 0.12, 0.14, 0.08, 0.12])
+        weights = np.array(list(self.shares.values()))
+        family = draw.choice(list(self.shares), p=weights / weights.sum())
         if family == "mixed" and length < 256:
             family = "pairs"
 

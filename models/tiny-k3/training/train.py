@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from config import TEXT
 from evaluate import score
 from model import RMSNorm, TinyK3, linear
-from tasks import ANSWER, FAMILIES, ITEM, NOTHING, Source, Words
+from tasks import ANSWER, FAMILIES, ITEM, NOTHING, TRAINING_SHARES, Source, Words
 
 # (share of the time, document length): a step takes this length, or now and then a shorter one seen before.
 CURRICULUM = ((0.08, 64), (0.22, 128), (0.2, 256), (0.2, 512), (0.14, 1024), (0.1, 2048), (0.06, 4096))
 LOSS_WEIGHT = {ANSWER: 1.0, ITEM: 0.7, NOTHING: 0.1}
-HINT, FIRST = 3, 4  # hints are read after the last recurrent layer, see tasks.Document; FIRST: "no value before this"
+HINT, FIRST = 3, 4  # see tasks.Document; FIRST: "no value before this"
 HINT_WEIGHT = {HINT: 0.5, FIRST: 0.05}
 NOT_MUON = ("embed_tokens", "lm_head", "gate.weight", "conv1d", "res_proj", ".b_proj")
 
@@ -89,14 +89,17 @@ def losses(logits: Tensor, ids: Tensor, classes: Tensor) -> tuple[Tensor, dict[i
 
 
 class HintReader(nn.Module):
-    """Predicts the hinted token from the residual stream after the recurrent layers; used in training only."""
+    """Predicts the hinted token from the residual stream after the first attention layer; used in training only.
+
+    Two attention layers, two steps: the first finds what an alias stands for, the second answers the question.
+    """
 
     def __init__(self, model: TinyK3, config: dict):
         super().__init__()
         self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
         self.head = linear(config["hidden_size"], config["vocab_size"])
         self.stream: Tensor | None = None
-        model.layers[len(config["linear_attn_config"]["kda_layers"]) - 1].register_forward_hook(self._keep)
+        model.layers[config["linear_attn_config"]["full_attn_layers"][0] - 1].register_forward_hook(self._keep)
 
     def _keep(self, layer: nn.Module, inputs: tuple, output: tuple) -> None:
         self.stream = output[0]
@@ -126,6 +129,8 @@ def main() -> None:
     parser.add_argument("--mxfp4-from", type=float, default=0.4)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--share", action="append", default=[], metavar="FAMILY=WEIGHT",
+                        help=f"how often a family is drawn, relative to the rest (default: {TRAINING_SHARES})")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
@@ -138,7 +143,9 @@ def main() -> None:
     optimizer = optimizers(model, reader, arguments.muon_lr, arguments.adam_lr)
     base = [[group["lr"] for group in one.param_groups] for one in optimizer]
     words = Words.load()
-    source, draw = Source(words, arguments.seed), torch.Generator().manual_seed(arguments.seed)
+    shares = {family: float(weight) for family, weight in (share.split("=") for share in arguments.share)}
+    source = Source(words, arguments.seed, shares)
+    draw = torch.Generator().manual_seed(arguments.seed)
     began, step, tokens, curve, mean, reported, probed = time.time(), 0, 0, [], {}, 0.0, 0.0
     print(sum(p.numel() for p in model.parameters()), "parameters", flush=True)
 
