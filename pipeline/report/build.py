@@ -76,4 +76,5 @@ def build_pictures(rows: Rows, comparisons: dict[str, dict[str, Any]], target: P
 def build_damage_picture(rows: Rows, target: Path = Path("metrics"), folder: Path = QUANTIZE) -> None:
     """Write damage_by_layer.svg: the damage reports of the quantizations in ``rows``.  Raises :class:`Unreadable` for an absent one."""
     quants = dict.fromkeys(name.rpartition("-")[0] for name in ordered(rows))
-    write_text(target / "damage_by_layer.svg", damage_svg({quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}))
+    reports = {quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}
+    write_text(target / "damage_by_layer.svg", damage_svg(reports))

@@ -364,11 +364,11 @@ def test_values_that_are_no_rounding_of_the_source_are_not_written(fault):
         assert 0 < values.convert(module, source).damage.inexact
 
 
-# -- a stand-in for oneshot, whose every factor is known -----------------------------------------------------------------
+# -- a stand-in for oneshot, whose every factor is known ---------------------------------------------------------------
 
 
 def smooth_and_round(factors, forget=None):
-    """A ``_oneshot`` that smooths each layer by known factors and rounds w1, w2, w3; ``forget`` one matrix's smoothing."""
+    """A ``_oneshot`` that smooths by known factors and rounds w1, w2, w3; ``forget``: one matrix that is not smoothed."""
 
     def stand_in(model, ids, modifiers, every_expert):
         ignored = [pattern.removeprefix("re:") for pattern in modifiers[-1].ignore]

@@ -69,9 +69,9 @@ class Calibrated:
         drift = _column_drift(source, result)
         if damage.error > LARGEST_RELATIVE_ERROR**2 * damage.signal or drift > LARGEST_COLUMN_DRIFT:
             raise Invalid(
-                f"{module.name}: {np.sqrt(damage.error / damage.signal):.2f} away from the source's values, relative, and "
-                f"half the columns longer or shorter by {drift:.0%} and more: that is no rounding, something was scaled on "
-                "one side only"
+                f"{module.name}: {np.sqrt(damage.error / damage.signal):.2f} away from the source's values, relative, "
+                f"and half the columns longer or shorter by {drift:.0%} and more: that is no rounding, something was "
+                "scaled on one side only"
             )
         self._note_output_error(module, source, error)
         return Converted(stored, scale, damage)
@@ -134,8 +134,8 @@ def calibrate(source: Path, recipe: Recipe, trust_remote_code: bool = False) -> 
         left_out = [] if every else few
         if len(left_out) == len(observed.tokens):
             raise Refused(
-                f"{calibration.dataset}: no expert gets calibration.min_tokens = {calibration.min_tokens} of {ids.size} "
-                "tokens; take more rows"
+                f"{calibration.dataset}: no expert gets calibration.min_tokens = {calibration.min_tokens} of "
+                f"{ids.size} tokens; take more rows"
             )
         recipe_modifiers = methods.modifiers(recipe, smoothed, left_out)
         _oneshot(model, ids, recipe_modifiers, every)
@@ -188,8 +188,8 @@ def _smoothing(
 ) -> tuple[dict[str, np.ndarray], dict[str, bytes]]:
     """Layer of experts -> the factor that each latent channel was divided by; and the rewritten tensors' bytes.
 
-    llm-compressor does not keep the factor: it is the mean ratio of a row's weights before and after, whose roundings to
-    bf16 (at most 2^-9) mostly average out.
+    llm-compressor does not keep the factor: it is the mean ratio of a row's weights before and after, whose roundings
+    to bf16 (at most 2^-9) mostly average out.
     """
     factors, replaced = {}, {}
     for module in smoothed:
