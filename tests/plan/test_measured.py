@@ -78,7 +78,6 @@ def test_the_eight_variants_and_gqa_at_both_degrees_were_measured():
     for ranks in (1, 2):
         assert {("k3", q, kv, ranks) for q in ("native", "fp8", "int8", "w4a16") for kv in ("auto", "fp8")} <= ran
         assert {("gqa", "native", kv, ranks) for kv in ("auto", "fp8", "fp8_e5m2")} <= ran
-        assert {("tiny-gqa", q, kv, ranks) for q in ("native", "fp8", "int8", "w4a16") for kv in ("auto", "fp8")} <= ran
 
 
 def test_the_activation_model_is_fitted_on_two_points_only():
