@@ -8,8 +8,8 @@ What is added to vllm's own client, and why:
 * An error object inside a 200 stream fails its request (vllm counts it as a success with a short answer).
 * A request on a kept-alive connection that the server had already closed is sent once more, and counted: nothing of it
   was answered.  Should the server have seen it after all, its token counters give it away.
-* Prompts of one run are made distinct: with a small vocabulary two random prompts can be equal, and the second would be
-  a prefix-cache hit in a cold run.
+* Prompts of one run begin differently: with a small vocabulary two random prompts can start with the same tokens, and
+  the second would be a prefix-cache hit in a cold run.
 * The token count of each prompt as sent is returned: vllm overwrites it with what the server claims; so is the count of
   output tokens asked for, which no result holds.
 """
@@ -26,6 +26,8 @@ import traceback
 from dataclasses import replace
 
 FRUITLESS_DRAWS = 5
+START_CHARACTERS = 48
+"""Prompts that are equal so far count as one: a prefix hit needs no more than a few tokens (prefix_match_unit)."""
 DROPPED_CONNECTION = ("ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "BrokenPipeError")
 
 
@@ -89,19 +91,20 @@ class Instruments:
         return [replace(sample, request_id=f"{args.request_id_prefix}{index}") for index, sample in enumerate(drawn)]
 
     def distinct_samples(self, args, tokenizer):
-        """vllm's random prompts, those that repeat replaced by prompts of the next seeds.
+        """vllm's random prompts, those that start like another one replaced by prompts of the next seeds.
 
-        vllm's random prompts are runs of consecutive token ids: there are no more of them than the vocabulary has
-        tokens, so that a few hundred requests repeat some with any real vocabulary.
+        vllm's random prompts are runs of consecutive token ids: there are no more starts than the vocabulary has
+        tokens, so that a few hundred requests repeat some with any real vocabulary.  Two with one start differ in their
+        last tokens only, if at all.
         """
         drawn = self._sample(args, tokenizer)
-        distinct = {str(sample.prompt): sample for sample in drawn}
+        distinct = {str(sample.prompt)[:START_CHARACTERS]: sample for sample in drawn}
         fruitless = 0
         while len(distinct) < len(drawn):
             args.seed += 1
             before = len(distinct)
             for sample in self._sample(args, tokenizer):
-                distinct.setdefault(str(sample.prompt), sample)
+                distinct.setdefault(str(sample.prompt)[:START_CHARACTERS], sample)
             fruitless = 0 if len(distinct) > before else fruitless + 1
             if fruitless == FRUITLESS_DRAWS:
                 raise RuntimeError(

@@ -86,33 +86,30 @@ def kneedle(curve: Sequence[tuple[float, float]]) -> float | None:
     return curve[highest][0] if above[highest] > 1e-9 else None
 
 
-def recommend(
-    rows: Sequence[Mapping[str, Any]], knees: Mapping[str, Mapping], max_accuracy_loss: float
-) -> dict[str, Any]:
-    """What to test against the default, and the runner-up.
+def candidates(
+    rows: Sequence[Mapping[str, Any]], knees: Mapping[str, Mapping], max_accuracy_loss: float, tolerance: float
+) -> list[dict[str, Any]]:
+    """At most two settings (axis -> value) that are worth a paired run against the default, the more promising first.
 
-    A setting counts as better when the whole interval of its difference is above 0 and its probe is no worse.  Where
-    such settings lie on several axes, their combination is recommended (each axis at its knee if that is better too,
-    else at its best) and has to prove itself in the paired run; the runner-up is the best single one.  Where there is
-    none, the best median is still tested, so that "nothing beats the default" rests on a fresh run.
+    A point is promising when its probe is no worse and its whole interval is above 0, or its median gains more than
+    ``tolerance``: the paired run decides, so that few noisy repeats must not decide here.  Promising points on several
+    axes are combined, each axis at its knee if that is promising too, else at its best; the best single point comes
+    second.  Where none is promising the best median is tried all the same: "nothing beats the default" then rests on a
+    fresh run.
     """
     usable = [row for row in rows if row["axis"] and row["status"] == "valid" and not row["coincides_with"]]
     usable = [row for row in usable if not row["accuracy_lost"] or row["accuracy_lost"] <= max_accuracy_loss]
     usable.sort(key=lambda row: -row["difference_pct"])
-    better = [row for row in usable if row["low_pct"] > 0]
-    chosen: dict[str, Any] = {}
+    better = [row for row in usable if row["low_pct"] > 0 or row["difference_pct"] > 100 * tolerance]
+    combined: dict[str, Any] = {}
     for row in better:
         at_knee = knees.get(row["axis"], {}).get("knee")
         same = [other for other in better if other["axis"] == row["axis"]]
         wanted = next((other for other in same if other["value"] == at_knee), same[0])
-        chosen.setdefault(row["axis"], wanted["value"])
-    ranked = [{row["axis"]: row["value"]} for row in (better or usable)]
-    if len(chosen) > 1:
-        moved, runner_up = chosen, ranked[0]
-    else:
-        moved = chosen or (ranked[0] if ranked else {})
-        runner_up = next((other for other in ranked if other != moved), {})
-    return {"moved": moved, "runner_up": runner_up, "promising": bool(better)}
+        combined.setdefault(row["axis"], wanted["value"])
+    singles = [{row["axis"]: row["value"]} for row in (better or usable[:1])]
+    ordered = ([combined] if len(combined) > 1 else []) + singles
+    return [chosen for index, chosen in enumerate(ordered) if chosen not in ordered[:index]][:2]
 
 
 def verdict(difference: Mapping[str, float | None]) -> str:

@@ -118,7 +118,7 @@ def _labels(axis, points: list[tuple[float, float, str]]) -> None:
 def knees_svg(result: Mapping[str, Any]) -> str:
     """One panel an axis with a curve: median and range of the repeats against the setting, the knee marked."""
     plt = _pyplot()
-    axes = list(result["knees"]) or ["none"]
+    axes = [name for name, knee in result["knees"].items() if knee["status"] != "too_few_points"] or ["none"]
     figure, panels = plt.subplots(1, len(axes), figsize=(4.2 * len(axes), 3.6), layout="constrained", squeeze=False)
     baseline = result["rows"][0]
     for panel, name in zip(panels.flat, axes):

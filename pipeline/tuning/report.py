@@ -85,15 +85,15 @@ def _table(headers: list[str], rows: list[list[str]]) -> list[str]:
 def markdown(result: Mapping[str, Any]) -> str:
     """The tuning report."""
     found, rows = result["recommendation"], result["rows"]
-    told = ", ".join(f"{axis} = {value}" for axis, value in found["moved"].items()) or "the default"
-    second = ", ".join(f"{axis} = {value}" for axis, value in found["runner_up"].items()) or "the default"
-    title = "Recommended" if found["verdict"] == "beats" else "Candidate tested"
-    lines = [
-        f"# Tuning {result['variant']}, one setting at a time",
-        "",
-        f"**{title}: {told}.** In a fresh paired run it {found['statement']}." if found["verdict"] == "beats" else
-        f"**Keep the default.** {title}: {told}; {found['statement']}.",
-        f"Runner-up: {second}.",
+    told, second = _setting(found["moved"]), found["runner_up"]
+    lines = [f"# Tuning {result['variant']}, one setting at a time", ""]
+    if found["verdict"] == "beats":
+        lines.append(f"**Recommended: {told}.** In a fresh paired run it {found['statement']}.")
+    else:
+        lines.append(f"**Keep the default.** Best candidate: {told}; {found['statement']}.")
+    if second:
+        lines.append(f"Runner-up: {_setting(second['moved'])}; {second['statement']}.")
+    lines += [
         "",
         f"Differences are of {result['objective']} against the baseline `{result['baseline']['name']}`, with "
         f"{result['confidence']:.0%} Welch intervals over repeats.  Points are measured one after the other: drift of "
@@ -161,6 +161,10 @@ def _prefixes(rows: list[Mapping[str, Any]]) -> list[str]:
         "",
         *_table(["setting", *lengths], hits),
     ]
+
+
+def _setting(moved: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis} = {value}" for axis, value in moved.items()) or "the default"
 
 
 def _waste(row: Mapping[str, Any]) -> str:

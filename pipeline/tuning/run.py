@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pipeline.evals.dataset import Item
 from pipeline.tuning import analysis
 from pipeline.tuning.measure import RESOLVED, Machine, Measurer, check_comparable, log
 from pipeline.tuning.probe import agreement
-from pipeline.tuning.settings import AXES, TuningSettings, expand
+from pipeline.tuning.settings import AXES, ENGINE_DEFAULTS, TuningSettings, expand
 
 FIGURES = (
     "output_tok_s",
@@ -49,7 +50,7 @@ def tune(settings: TuningSettings, machine: Machine, items: Sequence[Item], fold
         measurer = Measurer(settings, machine, items, folder, client)
         points = expand(settings, measurer.baseline_values())
         results: list[dict[str, Any]] = []
-        with tqdm(total=len(points) + settings.pairs, desc="tune", unit="point", smoothing=0) as bar:
+        with tqdm(total=len(points) + 2 * settings.pairs, desc="tune", unit="point", smoothing=0) as bar:
             for point in points:
                 bar.set_postfix_str(point.name)
                 results.append(measurer.measure(point, results))
@@ -57,10 +58,9 @@ def tune(settings: TuningSettings, machine: Machine, items: Sequence[Item], fold
                 if point.axis is None:
                     check_comparable(results)
             summary = judge(settings, measurer.baseline_values(), results)
-            moved = summary["recommendation"]["moved"]
-            bar.set_postfix_str("paired run")
-            pairs = measurer.pairs(moved, bar.update) if moved else []
-    summary["recommendation"] |= verify(settings, pairs)
+            bar.set_postfix_str("paired runs")
+            tested = [(moved, measurer.pairs(moved, bar.update)) for moved in summary["candidates"]]
+    summary["recommendation"] = recommend(settings, tested)
     log(f"tune: {summary['recommendation']['statement']}")
     return summary
 
@@ -86,7 +86,7 @@ def judge(settings: TuningSettings, baseline: Mapping[str, Any], results: Sequen
         "devices": results[0]["bench"]["devices"],
         "rows": rows,
         "knees": knees,
-        "recommendation": analysis.recommend(rows, knees, settings.max_accuracy_loss),
+        "candidates": analysis.candidates(rows, knees, settings.max_accuracy_loss, settings.knee_tolerance),
     }
 
 
@@ -157,13 +157,21 @@ def _curve(
     """(setting, median) of the comparable numeric points of an axis, the baseline's among them."""
     own = baseline.get(axis)
     if own is None:
-        own = (rows[0]["effective"] or {}).get(axis)
+        own = (rows[0]["effective"] or {}).get(axis, ENGINE_DEFAULTS.get(axis))
     points = {row["value"]: row for row in rows if row["axis"] == axis and row["status"] == "valid"}
     if not points or not all(isinstance(value, (int, float)) for value in points):
         return []
     if isinstance(own, (int, float)):
         points[own] = rows[0]
     return sorted((value, row[objective]) for value, row in points.items() if row.get(objective) is not None)
+
+
+def recommend(settings: TuningSettings, tested: Sequence[tuple[dict, Sequence[Mapping]]]) -> dict[str, Any]:
+    """The best of the candidates by their paired runs, its verdict, and the other one as runner-up."""
+    verified = [{"moved": moved} | verify(settings, pairs) for moved, pairs in tested]
+    verified.sort(key=lambda one: -math.inf if one["difference_pct"] is None else -one["difference_pct"])
+    best = verified[0] if verified else {"moved": {}} | verify(settings, [])
+    return best | {"runner_up": verified[1] if len(verified) > 1 else None}
 
 
 def verify(settings: TuningSettings, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -174,11 +182,7 @@ def verify(settings: TuningSettings, pairs: Sequence[Mapping[str, Any]]) -> dict
         if pair["default"]["status"] == pair["recommended"]["status"] == "valid"
         and min(pair["default"]["value"], pair["recommended"]["value"]) > 0
     ]
-    difference = analysis.paired_difference(good, settings.confidence) if len(good) >= 3 else {
-        "difference_pct": None,
-        "low_pct": None,
-        "high_pct": None,
-    }
+    difference = analysis.paired_difference(good if len(good) >= 3 else [], settings.confidence)
     outcome = analysis.verdict(difference)
     level = f"{settings.confidence:.0%}"
     if outcome == "untested":

@@ -29,11 +29,12 @@ class Parser:
 
 
 def instruments(send=None, vocabulary=1024, prompts=128):
-    """Instruments around a sampler with ``vocabulary`` different prompts, as vllm's random data set has."""
+    """Instruments around a sampler with ``vocabulary`` different starts, as vllm's random data set has; ends differ."""
 
     def sample(args, tokenizer):
         draw = random.Random(args.seed)
-        return [Sample(f"prompt {draw.randrange(vocabulary)}", f"bench-{index}") for index in range(prompts)]
+        starts = [f"prompt {draw.randrange(vocabulary)} ".ljust(60, ".") for _ in range(prompts)]
+        return [Sample(f"{start} {args.seed} {index}", f"bench-{index}") for index, start in enumerate(starts)]
 
     serve = SimpleNamespace(get_samples=sample)
     requests = SimpleNamespace(ASYNC_REQUEST_FUNCS={"openai": send}, StreamedResponseHandler=Parser)
@@ -45,7 +46,7 @@ def test_prompts_of_a_run_are_distinct_and_keep_their_order():
     made, serve, _ = instruments()
     args = SimpleNamespace(seed=5, dataset_name="random")
     samples = serve.get_samples(args, Tokenizer())
-    assert len({sample.prompt for sample in samples}) == 128
+    assert len({sample.prompt[:60] for sample in samples}) == 128, "equal starts would hit the prefix cache"
     assert [sample.request_id for sample in samples] == [f"bench-{index}" for index in range(128)]
     assert args.seed == 5 == made.seed
     again = instruments()[1].get_samples(SimpleNamespace(seed=5, dataset_name="random"), Tokenizer())

@@ -73,26 +73,22 @@ BASE = row(None, None, 0.0)
 
 def test_settings_that_are_better_on_several_axes_are_combined_at_their_knees():
     rows = [BASE, row("max_num_seqs", 32, 20), row("max_num_seqs", 64, 22), row("block_size", 512, 5)]
-    found = analysis.recommend(rows, {"max_num_seqs": {"knee": 32}}, 0.1)
-    assert found == {
-        "moved": {"max_num_seqs": 32, "block_size": 512},
-        "runner_up": {"max_num_seqs": 64},
-        "promising": True,
-    }
+    found = analysis.candidates(rows, {"max_num_seqs": {"knee": 32}}, 0.1, 0.05)
+    assert found == [{"max_num_seqs": 32, "block_size": 512}, {"max_num_seqs": 64}]
 
 
-def test_an_uncertain_gain_is_tested_and_a_lossy_or_incomparable_one_is_not():
+def test_a_large_but_uncertain_gain_is_tested_and_a_lossy_or_incomparable_one_is_not():
     rows = [
         BASE,
-        row("max_num_seqs", 32, 4, low=-2),
+        row("max_num_seqs", 32, 15, low=-0.3),
         row("kv", "fp8", 30, lost=0.4),
-        {**row("quant", "int8", 90, status="not_comparable")},
+        row("quant", "int8", 90, status="not_comparable"),
         row("block_size", 512, 1, low=-3),
     ]
-    found = analysis.recommend(rows, {}, 0.1)
-    assert found["moved"] == {"max_num_seqs": 32} and found["runner_up"] == {"block_size": 512}
-    assert not found["promising"]
+    assert analysis.candidates(rows, {}, 0.1, 0.05) == [{"max_num_seqs": 32}]
 
 
-def test_nothing_to_recommend():
-    assert analysis.recommend([BASE], {}, 0.1) == {"moved": {}, "runner_up": {}, "promising": False}
+def test_without_a_promising_point_the_best_median_is_tried():
+    rows = [BASE, row("max_num_seqs", 32, -4), row("block_size", 512, 1, low=-3)]
+    assert analysis.candidates(rows, {}, 0.1, 0.05) == [{"block_size": 512}]
+    assert analysis.candidates([BASE], {}, 0.1, 0.05) == []
