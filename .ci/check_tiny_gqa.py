@@ -1,6 +1,6 @@
 """The pipeline beyond K3: `model=tiny-gqa` through every stage, in a copy of this tree, so that nothing here changes.
 
-    python3 -m pipeline env run core -- .ci/check_tiny_gqa.py [variant ...] [--keep FOLDER] [-- dvc arguments]
+    python3 -m pipeline env run core -- .ci/check_tiny_gqa.py [variant ...] [--keep FOLDER] [--full]
 
 Runs in core.  By default native-auto and fp8-fp8_calibrated, with a short evaluation; the copy uses this tree's environments.
 """
@@ -14,7 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pipeline.env_facts import home
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pipeline.env_facts import home  # noqa: E402
 
 VARIANTS = ("native-auto", "fp8-fp8_calibrated")
 SHORT = (
