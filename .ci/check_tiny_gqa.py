@@ -21,7 +21,7 @@ from pipeline.env_facts import home  # noqa: E402
 VARIANTS = ("native-auto", "fp8-fp8_calibrated")
 SHORT = (
     "eval.lengths=[512]",
-    "eval.items={single: 10, multi_key: 10, multi_query: 10, frequent_words: 6}",
+    "~eval.items.ordered_recall",
     "eval.fidelity.prompts_per_length=2",
     "bench.input_len=128",
     "bench.output_len=16",
