@@ -11,7 +11,7 @@ import torch
 from conftest import divergence, running
 from reference import Reference
 from safetensors.torch import load_file
-from test_formats import reference_of
+from test_formats import reference_of, worst_layer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TINY = REPOSITORY / "models" / "tiny-k3"
@@ -77,18 +77,22 @@ def test_it_is_served_as_what_it_decodes_to(key, quant_python, tmp_path):
     values = values_of(tmp_path / key)
     ids = torch.randint(3, config["vocab_size"], (100,), generator=torch.Generator().manual_seed(3)).tolist()
 
-    def activations(name):
-        return "int8_channel" if key == "int8_sq" and ".experts." in name else None
+    def schemes(name):
+        if ".experts." in name:
+            return "int8_channel" if key == "int8_sq" else "w4a16_g32"
+        return None
 
-    dtype = "float32" if key == "int8_sq" else "bfloat16"  # vLLM's INT4 kernel on CPU computes in bf16 only
-    with running(tmp_path / key, dtype=dtype) as engine:
+    # vLLM's INT4 kernel on CPU computes in bfloat16 only: there each expert matrix is compared, and the logits coarsely.
+    exact = key == "int8_sq"
+    dtype = torch.float32 if exact else torch.bfloat16
+    with running(tmp_path / key, dtype=str(dtype).removeprefix("torch.")) as engine:
         got = engine.logits(ids)[0]
-    own = reference_of(values, activations)
+        worst, count = worst_layer(engine, values, schemes, dtype)
+    assert worst < (1e-3 if exact else 0.01) and count == 4 * 8 * 2
+    own = reference_of(values, schemes)
     own.c = config
-    native = Reference(config, values_of(TINY))(ids)
     kl, agreement = divergence(got, own(ids))
+    # In bfloat16 the whole model rounds, and random tokens leave near ties: KL of 1e-3 with nothing wrong.
+    assert kl <= (1e-4 if exact else 5e-3) and (agreement >= 0.99 or not exact)
+    native = Reference(config, values_of(TINY))(ids)
     assert divergence(got, native)[0] < 0.01, "what is served has little to do with the source"
-    if key == "int8_sq":
-        assert kl <= 1e-4 and agreement >= 0.99
-    else:
-        assert kl < 0.01 and agreement >= 0.95
