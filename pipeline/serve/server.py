@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.env_facts import python_of
-from pipeline.errors import Invalid
+from pipeline import env_facts
+from pipeline.errors import Invalid, Refused
 from pipeline.serve import gpu, http, logs, probe
 from pipeline.serve.errors import NotReady, ServerDied, ServerError, WrongModel
 from pipeline.serve.lock import measuring
@@ -159,12 +159,14 @@ def running(settings: ServerSettings, log_path: Path | str) -> Iterator[Server]:
     Holds the machine-wide measuring lock throughout.  The log stays at ``log_path``.
 
     Raises
-        :class:`~pipeline.serve.errors.ForeignGpuUse` before anything starts; :class:`NotReady`, :class:`WrongModel`
+        :class:`~pipeline.serve.errors.ForeignGpuUse`, or :class:`Refused` for an environment whose packages or plugin are
+        not this tree's, before anything starts; :class:`NotReady`, :class:`WrongModel`
         while starting; :class:`ServerDied` when the server ended by itself during the block, whatever the block raised;
         :class:`~pipeline.serve.errors.StillAlive` when it cannot be ended.
     """
     log_path = Path(log_path)
     size = settings.checkpoint_bytes  # no weights: say so before waiting for the machine
+    command = settings.command or (str(_python(settings.env)), *API_SERVER)
     print(f"serve: starting {settings.served_name} ({size:,} bytes), log in {log_path}", file=sys.stderr, flush=True)
     with measuring(f"serving {settings.served_name}") as lock:
         if settings.env.startswith("serve-cuda"):
@@ -172,7 +174,6 @@ def running(settings: ServerSettings, log_path: Path | str) -> Iterator[Server]:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
         port = free_port()
-        command = settings.command or (str(python_of(settings.env)), *API_SERVER)
         started = time.monotonic()
         process = ServerProcess(
             [*command, *settings.arguments(port)],
@@ -195,6 +196,13 @@ def running(settings: ServerSettings, log_path: Path | str) -> Iterator[Server]:
             raise
         finally:
             process.stop()
+
+
+def _python(env: str) -> Path:
+    """The environment's interpreter; a figure from another plugin than this tree's would be told under the wrong name."""
+    if (state := env_facts.state(env)) != env_facts.READY:
+        raise Refused(f"environment {env} is {state}: `python3 -m pipeline env make {env}` makes it as this tree wants it")
+    return env_facts.python_of(env)
 
 
 def _wait_ready(server: Server, port: int, started: float) -> None:

@@ -79,6 +79,14 @@ def test_a_command_that_does_not_exist(mock_settings, checkpoint, tmp_path):
             pass
 
 
+def test_a_stale_environment_is_refused_before_anything_starts(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.env_facts.state", lambda name: "stale plugin")
+    settings = ServerSettings(model=checkpoint, served_name="tiny")
+    with pytest.raises(Refused, match="serve-cpu is stale plugin: `python3 -m pipeline env make serve-cpu`"):
+        with running(settings, tmp_path / "log"):
+            pytest.fail("a server of another plugin was started")
+
+
 def test_slow_start_beats_its_heart(mock_settings, tmp_path, capfd):
     with running(mock_settings(start_delay_s=1.0, log_lines=["Loading shard 3 of 96"]), tmp_path / "log"):
         pass
