@@ -47,7 +47,7 @@ ENGINES = (
     + [("tiny-gqa", quant, kv, 1, 16, [2048], {}) for quant in QUANTS for kv in ("auto", "fp8")]
     + [("tiny-gqa", quant, "auto", 2, 16, [2048], {}) for quant in QUANTS]
     + [("tiny-gqa", "native", "fp8", 2, 16, [2048], {}), ("tiny-gqa", "native", "fp8_e5m2", 1, 16, [2048], {})]
-    + [("tiny-gqa", quant, "auto", 1, 16, [2048], {}) for quant in ("fp8_channel", "w4a16_g128")]
+    + [("tiny-gqa", "w4a16_g128", "auto", 1, 16, [2048], {})]
     + [("tiny-gqa", "native", "auto", 1, 1, [2048, 512], {})]
 )
 KEPT = (
