@@ -15,6 +15,8 @@ def environment_of(path: Path) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    if not (collection_path.is_file() and collection_path.name.startswith("test_")):
-        return None
-    return True if environment_of(collection_path) != os.environ.get("K3Q_TEST_ENV", "core") else None
+    """Also a folder all of whose tests belong elsewhere: its conftest.py would import what is not here."""
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    tests = [path for path in files if path.name.startswith("test_")]
+    wanted = os.environ.get("K3Q_TEST_ENV", "core")
+    return True if tests and not any(environment_of(path) == wanted for path in tests) else None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,9 @@ def wait_for(condition, seconds):
 
 def start(command, cwd, **kwargs):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "DVC_NO_ANALYTICS": "1"}
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, **kwargs)
+    # Under nohup a hang-up is ignored by every child, as it should be: here it has to arrive.
+    restore = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, preexec_fn=restore, **kwargs)
 
 
 def server_pids(folder, process):
