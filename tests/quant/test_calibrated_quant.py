@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "models" / "tiny-k3"
 KEYS = ("w4a16_gptq", "w4a16_awq", "int8_sq")
 MOE = fixtures.PREFIX + "layers.{}.block_sparse_moe"
-RARE = MOE.format(3) + ".experts.2"  # the tiny model routes a tenth of the average to it
+ONE = MOE.format(3) + ".experts.2"
 
 
 def recipe_of(key: str, **changes) -> Recipe:
@@ -181,7 +181,9 @@ def test_the_report_records_set_and_rule(made, key):
     if key == "w4a16_awq":
         assert not experts["rounded_plainly"] and experts["rule"] == "every expert sees every token"
     else:
-        assert RARE in experts["rounded_plainly"] and "256" in experts["rule"]
+        # How many have too few is the model's affair; `test_an_expert_never_routed` sees the rule at work.
+        assert (experts["fewest_tokens"] < 256) == bool(experts["rounded_plainly"]) and "256" in experts["rule"]
+        assert all(tokens < 256 for tokens in experts["rounded_plainly"].values())
     assert found["hessian_not_invertible"] == []
     assert report["recipe"]["calibration"]["method"] == settings.method
 
@@ -283,7 +285,7 @@ def test_a_nan_among_the_unquantized_weights(source, tmp_path):
 
 def test_a_nan_among_the_experts_scales(source, tmp_path):
     broken = shutil.copytree(source, tmp_path / "source")
-    fixtures.edit_values(broken, RARE + ".w1.weight_scale", lambda v: v[3:4].fill(255))
+    fixtures.edit_values(broken, ONE + ".w1.weight_scale", lambda v: v[3:4].fill(255))
     with pytest.raises(Refused, match="255, which is NaN"):
         engine.requantize(broken, tmp_path / "out", recipe_of("w4a16_gptq"))
 
