@@ -5,19 +5,18 @@ Runs in core.  The first two are real `dvc exp run`s (everything is cached, so t
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from command import dvc
 
 ALWAYS = {"fetch", "fingerprint"}
 RUNNING = re.compile(r"Running stage '([^']+)'")
 MENTIONED = re.compile(r"[Ss]tage '([^']+)'")
 
 
-def dvc(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"dvc {' '.join(arguments)} exited with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+def told(*arguments: str) -> str:
+    done = dvc(*arguments)
     return done.stdout + done.stderr
 
 
@@ -29,7 +28,7 @@ def expect(what: str, condition: bool, seen: object) -> None:
 
 def would_run() -> set[str]:
     """Names of the stages that `dvc repro` would run now, the always-changed ones aside."""
-    return set(RUNNING.findall(dvc("repro", "--dry"))) - ALWAYS
+    return set(RUNNING.findall(told("repro", "--dry"))) - ALWAYS
 
 
 def with_change(path: str, change) -> set[str]:
@@ -48,10 +47,10 @@ def kinds(stages: set[str]) -> set[str]:
 
 
 def main() -> None:
-    text = dvc("exp", "run", "-S", "quant=fp8")
+    text = told("exp", "run", "-S", "quant=fp8")
     others = {name for name in MENTIONED.findall(text) if "@" in name and not name.partition("@")[2].startswith("fp8")}
     expect("`dvc exp run -S quant=fp8` touches fp8's stages only", not others and "evaluate@fp8-auto" in text, sorted(others))
-    text = dvc("exp", "run", "-S", "quant=all")
+    text = told("exp", "run", "-S", "quant=all")
     ran = set(RUNNING.findall(text)) - ALWAYS
     expect("back to quant=all runs nothing again but the report", ran <= {"report"}, sorted(ran))
     expect("nothing is left to run", not would_run(), sorted(would_run()))

@@ -4,31 +4,25 @@ Runs in core, after the whole table: what it needs is in the run cache, so that 
 """
 
 import json
-import subprocess
 import sys
 import time
+
+from command import dvc
 
 GRID = ("-S", "quant=fp8,int8", "-S", "kv=auto")
 ROWS = {"metrics/variants/fp8-auto.json", "metrics/variants/int8-auto.json"}
 PATIENCE_S = 900
 
 
-def dvc(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"dvc {' '.join(arguments)} exited with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def tasks() -> dict[str, str]:
     """{task: its status} of the queue."""
-    lines = [line.split() for line in dvc("queue", "status").splitlines()]
+    lines = [line.split() for line in dvc("queue", "status").stdout.splitlines()]
     return {words[0]: words[-1] for words in lines if words and words[-1] in ("Queued", "Running", "Success", "Failed")}
 
 
 def variants_of_experiments() -> set[str]:
     """The metrics files of variants that the queued experiments of this commit made."""
-    table = json.loads(dvc("exp", "show", "--json", "--hide-workspace"))
+    table = json.loads(dvc("exp", "show", "--json", "--hide-workspace").stdout)
     made = set()
     for baseline in table:
         for experiment in baseline.get("experiments") or []:
@@ -52,7 +46,7 @@ def main() -> None:
         time.sleep(3)
     for task in queued:
         if tasks()[task] != "Success":
-            sys.exit(f"experiment {task} is {tasks()[task]}:\n{dvc('queue', 'logs', task)[-6000:]}")
+            sys.exit(f"experiment {task} is {tasks()[task]}:\n{dvc('queue', 'logs', task).stdout[-6000:]}")
     if missing := ROWS - variants_of_experiments():
         sys.exit(f"the experiments made no valid row for {sorted(missing)}")
     print("two queued experiments ran in workspaces of their own; both rows valid")

@@ -56,18 +56,10 @@ def check(params: dict[str, Any]) -> None:
             raise Refused(f"params.yaml, group {name}: {error}") from None
 
 
-def check_tuning(params: dict[str, Any]) -> None:
-    """Check tuning/params.yaml.  Raises :class:`Refused`, for a point that moves two axes too."""
-    from pipeline.tuning.settings import TuningSettings
-
-    try:
-        TuningSettings.from_params(params["tuning"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise Refused(f"{TUNING}: {error}") from None
-
-
 def main(argv: list[str]) -> int:
     """Write params.yaml and tuning/params.yaml, or print them with ``--print``."""
+    from pipeline.tuning.settings import parse as parse_tuning
+
     parser = argparse.ArgumentParser(prog="python3 -m pipeline config", description=main.__doc__)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. quant=fp8 eval=full")
     parser.add_argument("--print", action="store_true", dest="show", help="print it, write nothing")
@@ -78,7 +70,7 @@ def main(argv: list[str]) -> int:
         TUNING: compose(tuned, "tune"),
     }
     check(yaml.safe_load(texts[PARAMS]))
-    check_tuning(yaml.safe_load(texts[TUNING]))
+    parse_tuning(yaml.safe_load(texts[TUNING])["tuning"], TUNING)
     for path, text in texts.items():
         if arguments.show:
             print(f"# {path}\n{text}", end="")

@@ -6,16 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline import params, store
+from pipeline import params
 from pipeline.evals import endpoint, runner
 from pipeline.evals.settings import EvalSettings
 from pipeline.files import read_json, sha256_json
-from pipeline.plan import hardware
 from pipeline.serve import errors
 from pipeline.serve.process import guardians, still_wanted
 from pipeline.serve.server import running
 from pipeline.serve.settings import ServerSettings
-from pipeline.serving import check_scales, server_settings
+from pipeline.serving import check_scales, variant_settings
 from pipeline.variant import Variant
 
 TRIES = 2
@@ -62,15 +61,12 @@ def plan_of(name: str) -> tuple[ServerSettings, dict[str, Any]]:
 
     ``serving`` are the settings that all variants share: two runs under different ones are not compared.
     """
-    variant, model = Variant.parse(name), params.load("model")
-    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     kv = read_json(f"metrics/kv/{name}.json")
-    checkpoint, trust = store.served(variant.quant, name), model["trust_remote_code"]
-    request = server_settings(machine, model["name"], checkpoint, kv["setting"], trust_remote_code=trust)
+    request = variant_settings(Variant.parse(name), kv["setting"])
     conditions = {
         "checkpoint_sha256": kv["checkpoint_sha256"],
         "kv": kv["setting"],
-        "tensor_parallel_size": machine.tensor_parallel,
+        "tensor_parallel_size": request.tensor_parallel_size,
         "serving": {key: value for key, value in request.requested().items() if key not in TOLD_APART},
         "software": sha256_json(read_json("metrics/software.json")),
     }

@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline import params, store
 from pipeline.errors import Invalid, Refused
+from pipeline.plan import hardware as machines
 from pipeline.plan.hardware import Hardware
 from pipeline.serve.settings import ServerSettings
 from pipeline.variant import Variant
@@ -25,6 +27,8 @@ FIELDS = {
 }
 # The variant decides these, whatever the recipe of the machine says.
 VARIANT = ("kv-cache-dtype", "mamba-ssm-cache-dtype", "seed")
+LABELS = {"calibrated": "calibrated", "scale_1.0": "uncalibrated (scale 1.0)"}
+"""Label of metrics/kv -> what the workers then say of their scales (``Server.kv_scales``)."""
 
 
 def admit(variant: Variant, plan: dict[str, Any], *, allow_untested: bool) -> None:
@@ -37,10 +41,6 @@ def admit(variant: Variant, plan: dict[str, Any], *, allow_untested: bool) -> No
         raise Refused(f"{variant.name} is not served: {why}.  To serve it all the same: -S serve.allow_untested=true")
 
 
-LABELS = {"calibrated": "calibrated", "scale_1.0": "uncalibrated (scale 1.0)"}
-"""Label of metrics/kv -> what the workers then say of their scales (``Server.kv_scales``)."""
-
-
 def check_scales(label: str, effective: dict[str, Any]) -> None:
     """Raise :class:`Invalid` where a server scales its cache otherwise than ``label`` says: accepted scales are not yet used scales.
 
@@ -49,6 +49,21 @@ def check_scales(label: str, effective: dict[str, Any]) -> None:
     wanted, told = LABELS.get(label), effective["label"]
     if wanted and told and told != wanted:
         raise Invalid(f"the KV cache's scales are labelled {label!r}, the server's workers say {told!r}")
+
+
+def machine() -> Hardware:
+    """The machine that params.yaml names."""
+    return machines.parse(params.load("hardware"), "params.yaml, hardware")
+
+
+def variant_settings(variant: Variant, kv: dict[str, Any]) -> ServerSettings:
+    """How a variant is served on :func:`machine`: from the folder that holds its cache's scales too.
+
+    ``kv`` is its setting, an entry of ``kv.dtypes``.  Raises as :func:`server_settings` and :func:`pipeline.store.served`.
+    """
+    model = params.load("model")
+    checkpoint = store.served(variant.quant, variant.name)
+    return server_settings(machine(), model["name"], checkpoint, kv, trust_remote_code=model["trust_remote_code"])
 
 
 def server_settings(

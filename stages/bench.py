@@ -7,24 +7,19 @@ from pathlib import Path
 
 import psutil
 
-from pipeline import params, stage, store
+from pipeline import params, stage
 from pipeline.bench.runner import bench
 from pipeline.bench.settings import BenchSettings
 from pipeline.bench.summary import overhead
 from pipeline.files import read_json, write_json
-from pipeline.plan import hardware
 from pipeline.serve.server import running
-from pipeline.serving import check_scales, server_settings
+from pipeline.serving import check_scales, machine, variant_settings
 from pipeline.variant import Variant
 
 
 def main(name: str) -> None:
-    variant, model = Variant.parse(name), params.load("model")
-    machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
-    kv = read_json(f"metrics/kv/{name}.json")
-    request = server_settings(
-        machine, model["name"], store.served(variant.quant, name), kv["setting"], trust_remote_code=model["trust_remote_code"]
-    )
+    here, kv = machine(), read_json(f"metrics/kv/{name}.json")
+    request = variant_settings(Variant.parse(name), kv["setting"])
     runs = Path(".cache/bench") / name  # kept by a killed bench for the next one; a finished bench starts afresh
     with running(request, Path("data/logs") / f"bench-{name}.log") as server:
         check_scales(kv["label"], server.effective["kv_scales"])
@@ -34,9 +29,9 @@ def main(name: str) -> None:
             runs,
             hardware=read_json("metrics/hardware.json"),
             software=read_json("metrics/software.json"),
-            devices=machine.layout.ranks,
-            price_usd_per_hour=machine.price_usd_per_hour,
-            platform=machine.platform,
+            devices=here.layout.ranks,
+            price_usd_per_hour=here.price_usd_per_hour,
+            platform=here.platform,
         )
     result["overhead"] = overhead(time.time() - psutil.Process().create_time(), result["load"]["load_s"], result["client_s"])
     write_json(f"metrics/bench/{name}.json", result)

@@ -3,10 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import serving
 from pipeline.errors import Invalid, Refused
 from pipeline.plan import hardware
 from pipeline.serving import admit, check_scales, server_settings
 from pipeline.variant import Variant
+from tests.imports import REPOSITORY
 
 FP8 = {"cache_dtype": "fp8", "state_dtype": "auto"}
 
@@ -84,3 +86,16 @@ def test_a_server_is_held_to_the_label_of_its_scales(label, told, fine):
     else:
         with pytest.raises(Invalid, match="workers say"):
             check_scales(label, {"label": told})
+
+
+def test_evaluation_bench_and_tuning_are_served_from_the_folder_that_holds_the_scales(monkeypatch, tmp_path):
+    """A tuning point with a calibrated cache would otherwise be served at scale 1.0 under the calibrated name."""
+    values = {"model": {"name": "m", "trust_remote_code": False}}
+    monkeypatch.setattr(serving.params, "load", values.__getitem__)
+    monkeypatch.setattr(serving, "machine", lambda: hardware.load("cpu"))
+    monkeypatch.setattr(serving.store, "served", lambda quant, variant: tmp_path / quant / variant)
+    settings = serving.variant_settings(Variant("fp8", "fp8_calibrated"), FP8)
+    assert settings.model == tmp_path / "fp8" / "fp8-fp8_calibrated" and settings.kv_cache_dtype == "fp8"
+    for file in ("pipeline/evaluation.py", "stages/bench.py", "stages/tune.py"):
+        text = (REPOSITORY / file).read_text()
+        assert "variant_settings" in text and "server_settings" not in text, f"{file} goes its own way to a server"

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from pipeline import env, params
-from pipeline.errors import Refused
-from pipeline.tuning.settings import SERVER_AXES, TuningSettings, expand
+from pipeline.tuning.settings import SERVER_AXES, TuningSettings, expand, read
 from pipeline.variant import Variant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -23,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dvc", nargs="*", help="further arguments of `dvc repro`, after --")
     arguments = parser.parse_args(argv)
     os.chdir(REPOSITORY)
-    settings = read()
+    settings = read(Path("tuning/params.yaml"))
     if arguments.plan:
         for point in expand(settings, baseline_values(settings)):
             print(point.name)
@@ -32,19 +31,10 @@ def main(argv: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", "dvc", "repro", "tuning/dvc.yaml", *arguments.dvc]).returncode
 
 
-def read(path: Path = Path("tuning/params.yaml")) -> TuningSettings:
-    """The settings, checked.  Raises :class:`Refused` for wrong ones, a point that moves two axes among them."""
-    try:
-        return TuningSettings.from_params(params.load("tuning", path))
-    except (ValueError, TypeError) as error:
-        raise Refused(f"{path}: {error}") from None
-
-
 def baseline_values(settings: TuningSettings) -> dict:
     """The baseline's value on each axis as far as parameters tell; the stage asks the server settings themselves."""
-    from pipeline.plan import hardware
-    from pipeline.serving import FIELDS
+    from pipeline.serving import FIELDS, machine
 
-    machine, variant = hardware.parse(params.load("hardware"), "params.yaml, hardware"), Variant.parse(settings.variant)
-    values = {field: machine.flag(flag) for flag, field in FIELDS.items() if field in SERVER_AXES}
+    here, variant = machine(), Variant.parse(settings.variant)
+    values = {field: here.flag(flag) for flag, field in FIELDS.items() if field in SERVER_AXES}
     return values | dict(settings.baseline) | {"kv": variant.kv, "quant": variant.quant}

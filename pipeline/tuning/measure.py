@@ -31,6 +31,9 @@ PREFIX_AXES = (None, "block_size", "prefix_match_unit")
 RESOLVED = {"block_size": "block_size", "kv": "kv_cache_dtype", "prefix_match_unit": "prefix_hit_alignment_tokens"}
 """Axes whose effect the engine reports before anything is measured, and under which name: two points with equal
 reports, this name's among them, are one engine."""
+ATTEMPTS = 2
+"""A point that something disturbed is measured once more."""
+EMPTY = {"status": "invalid"} | dict.fromkeys(("reason", "coincides_with", "resolved", "bench", "probe", "prefix"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +191,6 @@ class Measurer:
             value = result["values"][self.settings.objective][0]
             figures[name] = {"status": result["status"], "reason": result["reason"], "value": value}
         return figures
-
-
-ATTEMPTS = 2
-"""A point that something disturbed is measured once more."""
-EMPTY = {"status": "invalid"} | dict.fromkeys(("reason", "coincides_with", "resolved", "bench", "probe", "prefix"))
 
 
 def resolved(effective: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from pipeline import params
 from pipeline.bench.settings import BenchSettings
 from pipeline.errors import Refused
 from pipeline.variant import Variant
@@ -130,3 +132,16 @@ def expand(settings: TuningSettings, baseline: Mapping[str, Any]) -> list[Point]
         if point.value != (ENGINE_DEFAULTS.get(point.axis) if own is None else own):
             points[point] = None
     return sorted(points, key=lambda point: -1 if point.axis is None else AXES.index(point.axis))
+
+
+def parse(raw: Mapping[str, Any], where: object) -> TuningSettings:
+    """The ``tuning`` group, checked.  Raises :class:`Refused` naming ``where``, for a point that moves two axes too."""
+    try:
+        return TuningSettings.from_params(raw)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Refused(f"{where}: {error}") from None
+
+
+def read(path: Path) -> TuningSettings:
+    """:func:`parse` of a parameter file."""
+    return parse(params.load("tuning", path), path)

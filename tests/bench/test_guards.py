@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.bench import BenchSettings, guards
-from pipeline.bench.runner import judge
+from pipeline.bench.judge import judge
 from pipeline.bench.settings import Load
 
 SETTINGS = BenchSettings(input_len=16, output_len=8)

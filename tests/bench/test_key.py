@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pipeline.bench import BenchSettings, comparability, compare
-from pipeline.bench.runner import judge
+from pipeline.bench.judge import judge
 from pipeline.bench.settings import Load
 from pipeline.serve import ServerSettings
 

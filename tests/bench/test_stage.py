@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline import store
 from pipeline.files import read_json, write_json
 from stages import bench as stage
 from tests.imports import REPOSITORY
@@ -25,7 +26,7 @@ def test_the_stage_records_its_overhead_and_the_price(tmp_path, monkeypatch):
         write_json(f"metrics/{name}.json", {})
     (tmp_path / "checkpoint").mkdir()
     server = SimpleNamespace(effective={"kv_scales": {"label": None}})
-    monkeypatch.setattr(stage.store, "served", lambda quant, variant: tmp_path / "checkpoint")
+    monkeypatch.setattr(store, "served", lambda quant, variant: tmp_path / "checkpoint")
     monkeypatch.setattr(stage, "running", lambda settings, log: contextlib.nullcontext(server))
     asked = {}
 
