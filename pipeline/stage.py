@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import PipelineError
+
+EXIT_CODE_FILE = "K3Q_EXIT_CODE_FILE"
+"""Environment variable: a file that gets the failing stage's exit code, which dvc replaces by its own."""
 
 
 def run(main: Callable[..., None]) -> None:
@@ -15,4 +20,7 @@ def run(main: Callable[..., None]) -> None:
         main(*sys.argv[1:])
     except PipelineError as error:
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        if told := os.environ.get(EXIT_CODE_FILE):
+            with contextlib.suppress(OSError):  # a stage on another node may not reach it
+                Path(told).write_text(str(error.exit_code))
         sys.exit(error.exit_code)
