@@ -8,7 +8,7 @@ average hit rate hides both.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.bench.guards import HITS, QUERIES
@@ -33,11 +33,7 @@ def prefix_hits(
     Returns one dict a length: ``prefix_tokens``, ``hit_tokens`` (of the second prompt), ``hit_rate`` (hit / prefix), in
     the order given.  Raises :class:`Invalid` when a request fails or the server has no prefix-cache counters.
     """
-    generator = random.Random(seed)
-
-    def ids(count: int) -> list[int]:
-        return [generator.randrange(RESERVED_IDS, vocab_size) for _ in range(count)]
-
+    ids = _prompts(vocab_size, seed)
     found = []
     for length in lengths:
         server.reset_prefix_cache()
@@ -46,18 +42,49 @@ def prefix_hits(
             vocab_size - RESERVED_IDS
         )  # unlike from the first token on
         _send(server, prefix + first)
-        before = server.settled_metrics()
-        _send(server, prefix + second)
-        after = server.settled_metrics()
-        if HITS not in after or after.get(QUERIES, 0) <= before.get(QUERIES, 0):
-            raise Invalid(f"{server.base_url}: counts no prefix-cache queries; is prefix caching on?")
-        hits = int(after[HITS] - before.get(HITS, 0))
+        hits, _ = _hits(server, prefix + second)
         found.append({"prefix_tokens": length, "hit_tokens": hits, "hit_rate": hits / length})
     return found
 
 
-def _send(server: Server, prompt: list[int]) -> None:
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+def parallel_hits(
+    server: Server, prompt_tokens: int, answers: int, vocab_size: int, *, seed: int = 0
+) -> dict[str, int]:
+    """How much of one prompt several answers to it (``n`` of the API) share, on an emptied cache.
+
+    Returns ``prompt_tokens``, ``answers``, ``query_tokens`` (looked up by all answers), ``hit_tokens`` (found) and
+    ``possible_tokens``: (answers - 1) x prompt.  Raises as :func:`prefix_hits` does.
+    """
+    server.reset_prefix_cache()
+    hits, queries = _hits(server, _prompts(vocab_size, seed)(prompt_tokens), answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "answers": answers,
+        "query_tokens": queries,
+        "hit_tokens": hits,
+        "possible_tokens": (answers - 1) * prompt_tokens,
+    }
+
+
+def _prompts(vocab_size: int, seed: int) -> Callable[[int], list[int]]:
+    generator = random.Random(seed)
+    return lambda count: [generator.randrange(RESERVED_IDS, vocab_size) for _ in range(count)]
+
+
+def _hits(server: Server, prompt: list[int], answers: int = 1) -> tuple[int, int]:
+    """Tokens found in the prefix cache and tokens looked up, of one request."""
+    before = server.settled_metrics()
+    _send(server, prompt, answers)
+    after = server.settled_metrics()
+    queries = int(after.get(QUERIES, 0) - before.get(QUERIES, 0))
+    if HITS not in after or queries <= 0:
+        raise Invalid(f"{server.base_url}: counts no prefix-cache queries; is prefix caching on?")
+    return int(after[HITS] - before.get(HITS, 0)), queries
+
+
+def _send(server: Server, prompt: list[int], answers: int = 1) -> None:
+    # Several greedy answers would be one: the engine refuses them.
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "n": answers, "temperature": float(answers > 1)}
     try:
         http.request_json(f"{server.base_url}/v1/completions", body, timeout_s=600.0)
     except http.RequestFailed as error:

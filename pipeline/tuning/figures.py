@@ -51,44 +51,41 @@ def pareto_svg(result: Mapping[str, Any]) -> str:
     """Left: tok/s a device against tok/s a user, with the front of what compares.  Right: accuracy against memory.
 
     Hollow: not comparable in speed (emulated kernels of another quantization) or invalid; shown, never on the front.
+    Points carry the numbers of the list beside them: names would cover each other.
     """
     plt = _pyplot()
     wanted = ("output_tok_s_per_device", "output_tok_s_per_user")
     rows = [row for row in result["rows"] if all(row.get(name) is not None for name in wanted)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
-    for row in rows:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    speeds, memories, handles = [], [], []
+    for number, row in enumerate(rows, 1):
         color, valid = COLORS[row["axis"]], row["status"] == "valid"
-        style = {"marker": "*" if row["axis"] is None else "o", "s": 170 if row["axis"] is None else 45}
-        style |= {"facecolors": color if valid else "none", "edgecolors": color}
-        left.scatter(row["output_tok_s_per_user"], row["output_tok_s_per_device"], zorder=3, **style)
+        shape = "*" if row["axis"] is None else "o"
+        style = {"marker": shape, "s": 170 if row["axis"] is None else 45, "edgecolors": color, "zorder": 3}
+        x, y = row["output_tok_s_per_user"], row["output_tok_s_per_device"]
+        left.scatter(x, y, facecolors=color if valid else "none", **style)
+        speeds.append((x, y, number))
         if row.get("accuracy") is not None and row.get("kv_bytes_allocated") is not None:
-            right.scatter(_memory(row), row["accuracy"], zorder=3, **(style | {"facecolors": color}))
-    _labels(left, [(row["output_tok_s_per_user"], row["output_tok_s_per_device"], row["name"]) for row in rows])
+            right.scatter(_memory(row), row["accuracy"], facecolors=color, **style)
+            memories.append((_memory(row), row["accuracy"], number))
+        label = f"{number}  {row['name']}"
+        handles.append(
+            plt.Line2D([], [], linestyle="", marker=shape, color=color, label=label, fillstyle="full" if valid else "none")
+        )
     valid = [(row["output_tok_s_per_user"], row["output_tok_s_per_device"]) for row in rows if row["status"] == "valid"]
     left.plot(*zip(*front(valid)), color="#bbbbbb", zorder=1, linewidth=1)
     left.set(xlabel="output tok/s a user (1000 / TPOT p50)", ylabel="output tok/s a device")
     label = ", emulated" if result["speed_label"] == "emulated" else ""
     left.set_title(f"speed (up and right is better){label}", fontsize=10)
-    told: dict[tuple[float, float], list[str]] = {}
-    for row in rows:
-        if row.get("accuracy") is not None and row.get("kv_bytes_allocated") is not None:
-            told.setdefault((round(_memory(row), 1), row["accuracy"]), []).append(row["name"])
-    texts = {spot: names[0] if len(names) == 1 else f"{len(names)} settings" for spot, names in told.items()}
-    _labels(right, [(x, y, text) for (x, y), text in texts.items()])
-    right.set(xlabel="weights + KV cache + activation peak, MiB", ylabel="accuracy of the probe")
+    left.margins(x=0.1, y=0.12)
+    right.set(xlabel="weights + KV cache + activation peak, MiB", ylabel="accuracy of the probe", ylim=(-0.05, 1.08))
     right.set_title("accuracy against memory (up and left is better)", fontsize=10)
-    right.set_ylim(-0.05, 1.08)
-    for axis in (left, right):
-        axis.margins(x=0.18, y=0.12)
+    right.margins(x=0.1)
+    for axis, points in ((left, speeds), (right, memories)):
+        _number_points(axis, points)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    used = {row["axis"] for row in rows}
-    handles = [
-        plt.Line2D([], [], linestyle="", marker="o", color=color, label=axis or "baseline")
-        for axis, color in COLORS.items()
-        if axis in used
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
     return _svg(plt, figure)
 
 
@@ -96,23 +93,35 @@ def _memory(row: Mapping[str, Any]) -> float:
     return (row["weight_bytes"] + row["kv_bytes_allocated"] + (row["activation_peak_bytes"] or 0)) / MIB
 
 
-def _labels(axis, points: list[tuple[float, float, str]]) -> None:
-    """Names beside the points, moved apart where two points are close together."""
-    placed: list[tuple[float, float]] = []
-    if not points:
-        return
-    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
-    wide, high = (max(xs) - min(xs)) or 1, (max(ys) - min(ys)) or 1
-    for x, y, name in sorted(points, key=lambda point: -point[1]):
-        shift = 0.0
-        while any(
-            abs(x - other) < 0.22 * wide and abs(y / high - shift / 100 - spot) < 0.035 for other, spot in placed
-        ):
-            shift += 3.5
-        placed.append((x, y / high - shift / 100))
-        leader = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift else None
-        style = {"xytext": (9, 3 - 3.0 * shift), "textcoords": "offset points", "fontsize": 7, "va": "center"}
-        axis.annotate(name, (x, y), arrowprops=leader, **style)
+def _number_points(axis, points: list[tuple[float, float, int]]) -> None:
+    """Numbers beside the points; points that all but touch share one label."""
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    wide, high = right - left, top - bottom
+    groups: list[list[tuple[float, float, int]]] = []
+    for x, y, number in sorted(points):
+        touching = [
+            group for group in groups if any(abs(x - a) < 0.05 * wide and abs(y - b) < 0.05 * high for a, b, _ in group)
+        ]
+        merged = [*(point for group in touching for point in group), (x, y, number)]
+        groups = [group for group in groups if group not in touching] + [merged]
+    for group in groups:
+        inner = max if group[0][0] < (left + right) / 2 else min
+        spot, inwards = (inner(x for x, _, _ in group), max(y for _, y, _ in group)), 1 if inner is max else -1
+        axis.annotate(
+            ranges([number for _, _, number in group]), spot, xytext=(6 * inwards, 6), textcoords="offset points",
+            fontsize=8, ha="left" if inwards > 0 else "right",
+        )  # fmt: skip
+
+
+def ranges(numbers: list[int]) -> str:
+    """``1-3, 5`` for 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def knees_svg(result: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.bench.client import BenchClient
 from pipeline.bench.key import comparability
-from pipeline.bench.prefix import boundary_lengths, prefix_hits
+from pipeline.bench.prefix import boundary_lengths, parallel_hits, prefix_hits
 from pipeline.bench.runner import bench, checkpoint_id
 from pipeline.errors import Invalid, Refused
 from pipeline.evals.dataset import Item
@@ -33,7 +33,10 @@ RESOLVED = {"block_size": "block_size", "kv": "kv_cache_dtype", "prefix_match_un
 reports, this name's among them, are one engine."""
 ATTEMPTS = 2
 """A point that something disturbed is measured once more."""
-EMPTY = {"status": "invalid"} | dict.fromkeys(("reason", "coincides_with", "resolved", "bench", "probe", "prefix"))
+PARALLEL_ANSWERS = 4
+EMPTY = {"status": "invalid"} | dict.fromkeys(
+    ("reason", "coincides_with", "resolved", "bench", "probe", "prefix", "parallel")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Measurer:
         path = self.folder / "points" / f"{key[:24]}.json"
         identity = {"axis": point.axis, "value": point.value, "name": point.name, "key": key}
         if path.exists() and (saved := read_json(path)).get("key") == key:
-            return saved | identity
+            return EMPTY | saved | identity
         for _ in range(ATTEMPTS):
             try:
                 with running(server, self.folder / "logs" / f"{point.name.replace('=', '-')}.log") as started:
@@ -131,8 +134,7 @@ class Measurer:
             price_usd_per_hour=self.machine.price_usd_per_hour,
             platform=self.machine.platform,
         )
-        return EMPTY | {
-            "prefix": self._prefix(server, point, done),
+        return EMPTY | self._sharing(server, point, done) | {
             "status": measured["status"],
             "reason": measured["reason"],
             "resolved": effective,
@@ -140,19 +142,21 @@ class Measurer:
             "probe": probe(server, self.items),
         }
 
-    def _prefix(self, server: Server, point: Point, done: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Hits of shared prefixes around the baseline's block, where the axis can change them.
+    def _sharing(self, server: Server, point: Point, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What requests share, where the axis can change it: prefixes around the baseline's block, and the prompt of
+        several answers to it.
 
         https://github.com/vllm-project/recipes/pull/861: 1400 shared tokens and blocks of 1536 gave no hit at all.
         """
-        if point.axis not in PREFIX_AXES:
-            return None
         block = (done[0]["resolved"] if done else resolved(server.effective))["block_size"]
-        if not block:
-            return None
+        if point.axis not in PREFIX_AXES or not block:
+            return {}
         config = read_json(server.settings.model / "config.json")
         vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        return prefix_hits(server, [round(0.9 * block), *boundary_lengths(block)], vocabulary)
+        return {
+            "prefix": prefix_hits(server, [round(0.9 * block), *boundary_lengths(block)], vocabulary),
+            "parallel": parallel_hits(server, round(2.5 * block), PARALLEL_ANSWERS, vocabulary),
+        }
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 

@@ -153,13 +153,23 @@ def _prefixes(rows: list[Mapping[str, Any]]) -> list[str]:
     if not probed:
         return []
     lengths = [str(hit["prefix_tokens"]) for hit in probed[0]["prefix_hits"]]
-    hits = [[row["name"], *(str(hit["hit_tokens"]) for hit in row["prefix_hits"])] for row in probed]
+    parallel = probed[0]["parallel_hits"]
+    together = f"{parallel['answers']} answers to {parallel['prompt_tokens']}"
+    hits = [
+        [
+            row["name"],
+            *(str(hit["hit_tokens"]) for hit in row["prefix_hits"]),
+            "{hit_tokens} of {possible_tokens}".format(**row["parallel_hits"]),
+        ]
+        for row in probed
+    ]
     return [
         "## Shared prefixes",
         "",
-        "Tokens served from the prefix cache when a second prompt shares so many tokens with a first one.",
+        "Tokens served from the prefix cache when a second prompt shares so many tokens with a first one; and when one "
+        "request asks for several answers to a prompt of so many.",
         "",
-        *_table(["setting", *lengths], hits),
+        *_table(["setting", *lengths, together], hits),
     ]
 
 

@@ -95,7 +95,7 @@ def row_of(result: Mapping[str, Any], baseline: Mapping[str, Any], settings: Tun
     row: dict[str, Any] = {name: result[name] for name in ("axis", "value", "name", "coincides_with")}
     row["effective"] = result["resolved"]
     row["also_moved"] = _also_moved(result, baseline)
-    row["prefix_hits"] = result["prefix"]
+    row |= {"prefix_hits": result["prefix"], "parallel_hits": result["parallel"]}
     if result["coincides_with"]:
         nothing = {"difference_pct": None, "low_pct": None, "high_pct": None}
         return row | {"status": "valid", "reason": None, "accuracy": None, "accuracy_lost": None} | nothing

@@ -84,6 +84,11 @@ class TuningSettings:
             raise ValueError("confidence must lie in (0, 1) and knee_tolerance in [0, 1)")
         if self.bench.repeats < 2:
             raise ValueError("bench.repeats: a difference needs at least 2 repeats for its interval")
+        if self.bench.repeats < self.bench.min_repeats:
+            raise ValueError(
+                f"bench.repeats {self.bench.repeats} is below bench.min_repeats {self.bench.min_repeats}: every point "
+                "would be invalid"
+            )
         if self.objective == "goodput_requests_s" and not self.bench.slo:
             raise ValueError("objective goodput_requests_s: bench has no slo_..._ms")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.bench import BenchSettings, bench, runner
-from pipeline.bench.prefix import boundary_lengths, prefix_hits
+from pipeline.bench.prefix import boundary_lengths, parallel_hits, prefix_hits
 from pipeline.serve import ServerDied, ServerSettings, probe, running, watchdog
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
@@ -75,6 +75,13 @@ def test_prefix_hits_at_the_edges_of_a_block(server):
     """One token short of a boundary loses everything: the recurrent state is kept only where a prefill chunk ended."""
     found = prefix_hits(server, [*boundary_lengths(BLOCK), *boundary_lengths(BLOCK, 2)], VOCABULARY)
     assert [point["hit_tokens"] for point in found] == [0, BLOCK, BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
+
+
+def test_answers_to_one_prompt_share_its_whole_blocks(server):
+    """Parallel sampling: what all four looked up, and what three of them found."""
+    found = parallel_hits(server, 2 * BLOCK + 100, 4, VOCABULARY)
+    assert found["query_tokens"] == 4 * (2 * BLOCK + 100)
+    assert found["hit_tokens"] == 3 * 2 * BLOCK
 
 
 @pytest.mark.parametrize("cut", [300, BLOCK, BLOCK + 200, 2 * BLOCK + 1])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pipeline.tuning import analysis
+from pipeline.tuning import analysis, figures
 
 
 def test_a_difference_has_an_interval_that_narrows_with_agreement():
@@ -92,3 +92,8 @@ def test_without_a_promising_point_the_best_median_is_tried():
     rows = [BASE, row("max_num_seqs", 32, -4), row("block_size", 512, 1, low=-3)]
     assert analysis.candidates(rows, {}, 0.1, 0.05) == [{"block_size": 512}]
     assert analysis.candidates([BASE], {}, 0.1, 0.05) == []
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([3, 1, 2, 5], "1-3, 5"), ([7], "7"), ([9, 8], "8-9")])
+def test_numbers_of_one_label_are_told_as_ranges(numbers, text):
+    assert figures.ranges(numbers) == text

@@ -34,7 +34,10 @@ def test_a_run(tuning, tmp_path):
     assert rows["baseline"]["block_size"] == 256 and rows["baseline"]["waste_tokens"] == 256 - 24
     assert rows["baseline"]["waste_bytes"] == 232 * 576 and rows["baseline"]["kv_share"] == pytest.approx(8 / 15)
     assert [hit["prefix_tokens"] for hit in rows["baseline"]["prefix_hits"]] == [230, 255, 256, 257]
-    assert rows["max_num_seqs=8"]["prefix_hits"] is None
+    assert rows["baseline"]["parallel_hits"] == {
+        "prompt_tokens": 640, "answers": 4, "query_tokens": 640, "hit_tokens": 0, "possible_tokens": 3 * 640,
+    }  # fmt: skip
+    assert rows["max_num_seqs=8"]["prefix_hits"] is rows["max_num_seqs=8"]["parallel_hits"] is None
     assert result["knees"]["max_num_seqs"]["status"] == "still_rising"
     found = result["recommendation"]
     assert found["moved"] == {"max_num_seqs": 32} and found["verdict"] == "beats" and len(found["ratios"]) == 3
@@ -45,7 +48,7 @@ def test_a_run(tuning, tmp_path):
     report.write(result, tmp_path / "out")
     text = (tmp_path / "out" / "ablation.md").read_text()
     assert "**Recommended: max_num_seqs = 32.**" in text and "beats the default by" in text
-    assert "same engine as baseline" in text
+    assert "same engine as baseline" in text and "0 of 1920" in text
     table = list(csv.DictReader(io.StringIO((tmp_path / "out" / "ablation.csv").read_text())))
     assert float(table[4]["difference_pct"]) == pytest.approx(30, abs=1) and table[1]["difference_pct"] == ""
     first = (tmp_path / "out" / "pareto.svg").read_text()

@@ -52,6 +52,7 @@ def test_a_point_that_moves_two_axes_or_none_is_refused_with_exit_3(point):
         {"pair_servers": "both"},
         {"objective": "goodput_requests_s"},
         {"bench": {"repeats": 1, "min_repeats": 1}},
+        {"bench": {"repeats": 2, "min_repeats": 3}},
         {"misspelt": 1},
         {"variant": "native"},
     ],
