@@ -7,16 +7,11 @@ Runs in core.  By default native-auto and fp8-fp8_calibrated, with a short evalu
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from pipeline.env_facts import home  # noqa: E402
+from workspace import copy, run
 
 VARIANTS = ("native-auto", "fp8-fp8_calibrated")
 SHORT = (
@@ -27,29 +22,6 @@ SHORT = (
     "bench.output_len=16",
     "bench.repeats=3",
 )
-
-
-def copy(target: Path) -> None:
-    """The tree as git would take it (untracked files too), without results, as a repository of its own."""
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], capture_output=True, check=True, text=True
-    ).stdout.split("\0")
-    for name in filter(None, names):
-        if name.startswith("metrics/") or name == "dvc.lock" or not Path(name).is_file():
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(name, target / name)
-    (target / "metrics").mkdir(exist_ok=True)
-    subprocess.run(["git", "init", "-q", str(target)], check=True)
-
-
-def run(target: Path, *command: str) -> None:
-    """A command of the copy's; ends the check where it fails."""
-    environment = os.environ | {"K3Q_ENVS": str(home())}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, cwd=target, env=environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} exited with {done.returncode}")
 
 
 def problems(target: Path, variants: list[str]) -> list[str]:
