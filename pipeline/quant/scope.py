@@ -80,6 +80,8 @@ def source_format(checkpoint: Checkpoint) -> str | None:
             f"{checkpoint.directory}: already quantized at {where}, method {method}; requantization starts from "
             f"{SOURCE_FORMAT} or from bf16, fp16 or f32 weights: dequantize it first, or use recipe native"
         )
+    if not configs[0].groups:
+        raise Refused(f"{checkpoint.directory}: {configs[0].path} has no config_groups: no engine knows what it describes")
     return SOURCE_FORMAT
 
 

@@ -291,6 +291,12 @@ FOREIGN = {
         ],
         r"U8 \[0, 64\].*not MXFP4",
     ),
+    "no config groups": (
+        lambda d: edit_json(
+            d, "config.json", lambda c: c["text_config"]["quantization_config"].update(config_groups=None)
+        ),
+        r"\$\.text_config\.quantization_config has no config_groups",
+    ),
     "an ignore list that is none": (
         lambda d: edit_json(
             d, "config.json", lambda c: c["text_config"]["quantization_config"].update(ignore="lm_head")
