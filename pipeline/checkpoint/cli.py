@@ -39,10 +39,10 @@ def main(argv: list[str]) -> int:
         findings = lint(
             arguments.directory, base=arguments.base, manifest=manifest, headers_only=arguments.headers_only
         )
-    except PipelineError as error:
+    except (PipelineError, OSError) as error:  # OSError: a file that may not be read, a disk that fails
         if arguments.json:
             print(json.dumps({"status": "invalid", "reason": str(error), "findings": []}))
-        print(f"verify: {error}", file=sys.stderr)
+        print(f"verify: {_printable(str(error))}", file=sys.stderr)
         return EXIT_UNREADABLE
     errors = [finding for finding in findings if finding.severity == ERROR or arguments.strict]
     warnings = len(findings) - len(errors)
@@ -56,9 +56,14 @@ def main(argv: list[str]) -> int:
             "rules": dict(Counter(finding.rule for finding in findings)),
             "findings": [finding.to_dict() for finding in findings],
         }
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print(_printable(json.dumps(result, indent=2, ensure_ascii=False)))
     else:
         for finding in findings:
-            print(finding)
+            print(_printable(str(finding)))
         print(f"{arguments.directory}: {len(errors)} errors, {warnings} warnings")
     return EXIT_REFUSED if errors else EXIT_GOOD
+
+
+def _printable(text: str) -> str:
+    """Names from files may hold what no terminal takes (lone surrogates); they are told escaped."""
+    return text.encode(errors="backslashreplace").decode()

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 ITEM_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-LONGEST_HEADER_BYTES = 1 << 30
+LONGEST_HEADER_BYTES = 100_000_000  # the reference library's own limit: a longer header loads nowhere
 ALIGNMENT_BYTES = 8
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class HeaderError(Exception):
@@ -77,19 +79,25 @@ def read_header(path: Path | str) -> Header:
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise HeaderError(f"{size} bytes, too short to hold a header length")
+            if LFS_POINTER.startswith(prefix):
+                raise HeaderError(f"a Git LFS pointer of {size} bytes, not the file itself: `git lfs pull` fetches it")
             length = int.from_bytes(prefix, "little")
-            if length > min(LONGEST_HEADER_BYTES, size - 8):
+            if length > size - 8:
                 raise HeaderError(f"header claims {length} bytes, the file has {size}")
+            if length > LONGEST_HEADER_BYTES:
+                raise HeaderError(f"header of {length} bytes, no reader takes more than {LONGEST_HEADER_BYTES}")
             raw = stream.read(length)
     except OSError as error:
         raise HeaderError(error.strerror or str(error)) from None
     try:
-        entries = json.loads(raw, object_pairs_hook=_without_duplicates)
+        entries = json.loads(raw.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"header is not valid JSON ({error})") from None
-    if not isinstance(entries, dict):
-        raise HeaderError("header is not a JSON object")
+    if not isinstance(entries, dict) or not raw.startswith(b"{"):
+        raise HeaderError("header is not a JSON object that begins with its first byte")
     metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError("__metadata__ is no mapping of text to text, and readers refuse it")
     data_start = 8 + length
     tensors = sorted(
         (_tensor(name, entry, data_start) for name, entry in entries.items()), key=lambda t: (t.start, t.end)
@@ -112,10 +120,13 @@ def _tensor(name: str, entry: Any, data_start: int) -> Tensor:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
             raise ValueError
+        known = dtype in ITEM_BITS
     except (TypeError, KeyError, ValueError):
         raise HeaderError(f"{name}: malformed entry {entry!r}") from None
-    if dtype not in ITEM_BITS:
+    if not known:
         raise HeaderError(f"{name}: unknown dtype {dtype!r}")
+    if math.prod(shape) * ITEM_BITS[dtype] % 8:
+        raise HeaderError(f"{name}: {dtype} {list(shape)} does not fill whole bytes")
     if tensor_bytes(dtype, shape) != end - start:
         raise HeaderError(f"{name}: {dtype} {list(shape)} needs {tensor_bytes(dtype, shape)} bytes, has {end - start}")
     return Tensor(name, dtype, shape, data_start + start, data_start + end)

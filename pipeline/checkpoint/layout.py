@@ -12,7 +12,11 @@ from collections.abc import Iterable
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-VISION = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|visual|mm_projector|multi_modal_projector)(?:\.|$)")
+VISION = re.compile(
+    r"(?:^|\.)(?:vision_tower|vision_model|visual|mm_projector|multi_modal_projector|audio_tower|audio_model)(?:\.|$)"
+)
+# Layers that predict further tokens, where they are not counted on from the decoder's last layer.
+PREDICTION = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn)(?:\.|$)")
 
 # Tensors that K3 stores in F32 and that must stay F32: rounding the router's bias changes which experts are chosen.
 F32_TENSORS = re.compile(

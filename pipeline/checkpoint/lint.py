@@ -27,7 +27,9 @@ def lint(
     unseen. Raises :class:`Unreadable` when there is no checkpoint to speak of.
     """
     checkpoint = Checkpoint.open(directory)
-    findings = [*rules_files.shards(checkpoint), *rules_files.layers(checkpoint), *rules_files.auxiliary(checkpoint)]
+    findings: list[Finding] = []
+    for rule in (rules_files.shards, rules_files.layers, rules_files.head, rules_files.auxiliary):
+        findings += rule(checkpoint)
     config: Declared | None = None
     for item in rules_config.configs(checkpoint):
         if isinstance(item, Declared):
@@ -35,6 +37,7 @@ def lint(
         else:
             findings.append(item)
     table = table_of(checkpoint, config)
+    findings += rules_stored.whole(table)
     if config is not None:
         for rule in (rules_config.matching, rules_stored.stored_as_declared, rules_sets.fused, rules_sets.kv_cache):
             findings += rule(table)

@@ -20,6 +20,8 @@ from pipeline.errors import Unreadable
 
 # Two roundings to bf16 (the row, and the factor that is read back from it), of the row's largest weight.
 SMOOTHING_TOLERANCE = 2.0**-7
+# What quantization adds to a module, beside what stands for its weight.
+OF_QUANTIZATION = ("k_scale", "v_scale", "q_scale", "input_scale", "input_global_scale", "input_zero_point")
 
 
 def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
@@ -27,13 +29,12 @@ def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
     config.json too.
     """
     checkpoint = table.checkpoint
-    base_modules: dict[str, dict[str, Tensor]] = {}
-    for tensor in base.tensors().values():
-        base_modules.setdefault(tensor.module, {})[tensor.parameter] = tensor
+    base_modules = _modules_of(base)
     copy = "copy it from the base"
     for module, stored in base_modules.items():
         mine = table.modules.get(module, {})
-        if is_packed(stored) or is_packed(mine):
+        quantized = is_packed(stored) or is_packed(mine)
+        if quantized:
             weight = stored.get("weight_packed") or stored.get("weight")
             if not mine.get("weight_packed") and not mine.get("weight"):
                 yield Finding(
@@ -54,8 +55,9 @@ def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
                     f"a matrix of {list(logical)}, in the base {list(wanted)}",
                     AGAIN,
                 )
-            continue
         for parameter, tensor in stored.items():
+            if quantized and (_is_of_weight(parameter) or parameter in OF_QUANTIZATION):
+                continue
             other = mine.get(parameter)
             if other is None:
                 yield Finding("base-missing", base.weight_map[tensor.name], tensor.name, "in the base, not here", copy)
@@ -75,9 +77,13 @@ def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
                     f"shape {list(other.shape)}, in the base {list(tensor.shape)}",
                     copy,
                 )
+        for parameter in sorted(mine.keys() - stored.keys()):
+            if not _is_of_weight(parameter) and parameter not in OF_QUANTIZATION:
+                name = mine[parameter].name
+                yield Finding("base-extra", table.shard(name), name, "not in the base", "drop it")
     for module in sorted(table.modules.keys() - base_modules.keys()):
         for tensor in table.modules[module].values():
-            if tensor.parameter not in ("k_scale", "v_scale", "q_scale"):
+            if tensor.parameter not in OF_QUANTIZATION:
                 yield Finding("base-extra", table.shard(tensor.name), tensor.name, "not in the base", "drop it")
     for key in sorted((base.config.keys() | checkpoint.config.keys()) - set(CONFIG_KEYS)):
         if _plain(base.config.get(key)) != _plain(checkpoint.config.get(key)):
@@ -92,15 +98,19 @@ def against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
 
 
 def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
-    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes.
+    """Tensors of equal dtype and shape that neither side quantizes hold the same bytes, and so do the parameters of a
+    matrix that both store in one way.
 
     One exception: what a calibrated recipe smoothed, says the provenance, and may smooth, differs by a factor a row.
     """
-    smoothed = _smoothed(table.checkpoint)
+    smoothed, base_modules = _smoothed(table.checkpoint), _modules_of(base)
     for tensor in base.tensors().values():
         mine = table.modules.get(tensor.module, {})
         other = mine.get(tensor.parameter)
-        if other is None or is_packed(mine) or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+        if other is None or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            continue
+        of_weight = is_packed(mine) and _is_of_weight(tensor.parameter)
+        if of_weight and not _left_as_it_was(mine, base_modules[tensor.module]):
             continue
         pairs = zip(
             chunks_of(base, base.weight_map[tensor.name], tensor),
@@ -118,6 +128,26 @@ def bytes_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
                 f"{tensor.dtype} {list(tensor.shape)} differs from the base",
                 "copy it from the base byte for byte",
             )
+
+
+def _modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    modules: dict[str, dict[str, Tensor]] = {}
+    for tensor in checkpoint.tensors().values():
+        modules.setdefault(tensor.module, {})[tensor.parameter] = tensor
+    return modules
+
+
+def _is_of_weight(parameter: str) -> bool:
+    """Whether a parameter stands for a weight, whole or in part: ``weight_packed``, ``weight_scale``."""
+    return parameter == "weight" or parameter.startswith("weight_")
+
+
+def _left_as_it_was(mine: dict[str, Tensor], base: dict[str, Tensor]) -> bool:
+    """Whether a quantized matrix is stored by the same parameters, of the same dtypes and shapes, as in the base."""
+    mine_of, base_of = (
+        {name: (t.dtype, t.shape) for name, t in stored.items() if _is_of_weight(name)} for stored in (mine, base)
+    )
+    return mine_of == base_of
 
 
 def _smoothed(checkpoint: Checkpoint) -> set[str]:

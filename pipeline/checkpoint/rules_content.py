@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import numpy as np
 
 from pipeline import files
 from pipeline.checkpoint import layout, numbers
-from pipeline.checkpoint.finding import Finding
+from pipeline.checkpoint.finding import WARNING, Finding
 from pipeline.checkpoint.headers import Tensor
 from pipeline.checkpoint.reading import Checkpoint
-from pipeline.checkpoint.rules_stored import NATIVE_FORMAT
+from pipeline.checkpoint.rules_stored import EXPONENTS, SCALE_DTYPES
 from pipeline.checkpoint.table import Table
 from pipeline.errors import Unreadable
 
@@ -21,7 +22,12 @@ CHUNK_BYTES = 1 << 24
 PROVENANCE = "requantization.json"
 AGAIN = "requantize it, and look at its source"
 
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1}
+_FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+# Also ModelOpt's weight_scale_2, DeepSeek's weight_scale_inv, GPTQ's scales, gpt-oss's gate_up_proj_scales.
+SCALE = re.compile(r"(?:^|_)scales?(?:_inv|_2)?$")
+# Below, kernels that flush subnormal numbers to zero see 0.
+SMALLEST_NORMAL = {"F32": 2.0**-126, "BF16": 2.0**-126, "F64": 2.0**-126}
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 
 
 def _values(dtype: str, data: bytes) -> np.ndarray:
@@ -30,6 +36,8 @@ def _values(dtype: str, data: bytes) -> np.ndarray:
             return numbers.bf16_values(np.frombuffer(data, np.uint16))
         case "F8_E4M3":
             return numbers.e4m3_values(np.frombuffer(data, np.uint8))
+        case "F8_E5M2":  # the upper half of an fp16
+            return (np.frombuffer(data, np.uint8).astype(np.uint16) << 8).view(np.float16)
         case "F16" | "F32" | "F64":
             return np.frombuffer(data, {"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype])
         case _:
@@ -53,10 +61,11 @@ def values(table: Table) -> Iterator[Finding]:
     pow2 = _promises_pow2(checkpoint.directory)
     for shard, header in checkpoint.headers.items():
         for tensor in header.tensors.values():
-            is_scale = tensor.parameter.endswith("_scale") or tensor.parameter == "weight_scale_inv"
+            is_scale = bool(SCALE.search(tensor.parameter))
             group = table.group_of.get(tensor.module)
-            if tensor.dtype in ("U8", "F8_E8M0"):
-                if is_scale and (tensor.dtype == "F8_E8M0" or group is None or group.format == NATIVE_FORMAT):
+            if tensor.dtype in EXPONENTS:
+                stored = EXPONENTS if group is None else SCALE_DTYPES.get(group.format or "", ())
+                if is_scale and (tensor.dtype == "F8_E8M0" or stored == EXPONENTS):
                     chunks = chunks_of(checkpoint, shard, tensor)
                     bad = sum(int((np.frombuffer(data, np.uint8) == numbers.E8M0_NAN).sum()) for data in chunks)
                     if bad:
@@ -73,7 +82,8 @@ def values(table: Table) -> Iterator[Finding]:
 
 
 def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, pow2: bool) -> Iterator[Finding]:
-    count = nan = infinite = zero = negative = uneven = 0
+    count = nan = infinite = zero = negative = tiny = uneven = 0
+    smallest = SMALLEST_NORMAL.get(tensor.dtype, 0.0)
     for data in chunks_of(checkpoint, shard, tensor):
         x = _values(tensor.dtype, data)
         count += x.size
@@ -82,6 +92,7 @@ def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, 
         if is_scale:
             zero += int((x == 0).sum())
             negative += int((x < 0).sum())
+            tiny += int(((x != 0) & (np.abs(x) < smallest)).sum())
             if pow2:
                 uneven += int((np.abs(np.frexp(x)[0]) != 0.5).sum())
     place = (shard, tensor.name)
@@ -94,6 +105,12 @@ def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, 
         yield Finding("scale-zero", *place, f"{zero} of {count} scales are 0: 1/0 at run time", AGAIN)
     if negative:
         yield Finding("scale-negative", *place, f"{negative} of {count} scales are negative", AGAIN)
+    if tiny:
+        yield Finding(
+            "scale-subnormal", *place,
+            f"{tiny} of {count} scales are below 2^-126: a kernel that flushes subnormal numbers takes them for 0",
+            AGAIN, WARNING,
+        )  # fmt: skip
     if uneven and not (nan or infinite or zero):
         yield Finding(
             "scale-not-pow2",
@@ -116,7 +133,11 @@ def _promises_pow2(directory: Path) -> bool:
 
 def _shape_tensors(table: Table, shard: str) -> Iterator[Finding]:
     for tensor in table.checkpoint.headers[shard].tensors.values():
-        if tensor.parameter != "weight_shape" or tensor.dtype != "I64":
+        if tensor.parameter != "weight_shape":
+            continue
+        if (tensor.dtype, tensor.shape) != ("I64", (2,)):
+            message = f"{tensor.dtype} {list(tensor.shape)}, two I64 numbers are needed"
+            yield Finding("weight-shape", shard, tensor.name, message, AGAIN)
             continue
         packed = table.modules[tensor.module].get("weight_packed")
         group = table.group_of.get(tensor.module)
@@ -136,19 +157,20 @@ def _shape_tensors(table: Table, shard: str) -> Iterator[Finding]:
 
 def global_scales(table: Table) -> Iterator[Finding]:
     """NVFP4: matrices that are multiplied together share one global scale."""
-    holders = [module for module, stored in table.modules.items() if "weight_global_scale" in stored]
-    for members in layout.sets_among(holders, layout.SHARED_GLOBAL_SCALE):
-        scales = {}
-        for module in members:
-            tensor = table.modules[module]["weight_global_scale"]
-            scales[module] = float(_values(tensor.dtype, table.checkpoint.read(tensor.name)).reshape(-1)[0])
-        if len(set(scales.values())) > 1:
-            name = f"{members[-1]}.weight_global_scale"
-            each = ", ".join(f"{module.rpartition('.')[2]} {value:g}" for module, value in scales.items())
-            yield Finding(
-                "global-scale-differs",
-                table.shard(name),
-                name,
-                f"an engine uses one global scale for these, they have {each}",
-                "requantize the set together",
-            )
+    for parameter in GLOBAL_SCALES:
+        holders = [m for m, stored in table.modules.items() if parameter in stored and stored[parameter].size_bytes]
+        for members in layout.sets_among(holders, layout.SHARED_GLOBAL_SCALE):
+            scales = {}
+            for module in members:
+                tensor = table.modules[module][parameter]
+                scales[module] = float(_values(tensor.dtype, table.checkpoint.read(tensor.name)).reshape(-1)[0])
+            if len(set(scales.values())) > 1:
+                name = f"{members[-1]}.{parameter}"
+                each = ", ".join(f"{module.rpartition('.')[2]} {value:g}" for module, value in scales.items())
+                yield Finding(
+                    "global-scale-differs",
+                    table.shard(name),
+                    name,
+                    f"an engine uses one global scale for these, they have {each}",
+                    "requantize the set together",
+                )

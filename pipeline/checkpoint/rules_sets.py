@@ -75,11 +75,12 @@ def kv_cache(table: Table) -> Iterator[Finding]:
             f"{where}: {bits}-bit {kind}; engines take 8-bit float only and fail later",
             "set num_bits 8 and type float, or remove it",
         )
-    linear = text.get("linear_attn_config") or {}
-    if linear.get("full_attn_layers"):
-        bearing = {number - 1 for number in linear["full_attn_layers"]}  # counted from 1
+    linear, count = text.get("linear_attn_config"), text.get("num_hidden_layers")
+    listed = linear.get("full_attn_layers") if isinstance(linear, dict) else None
+    if isinstance(listed, list) and listed and all(type(number) is int for number in listed):
+        bearing = {number - 1 for number in listed}  # counted from 1
     else:
-        bearing = set(range(int(text.get("num_hidden_layers") or 0)))
+        bearing = set(range(count if type(count) is int else 0))
     missing = sorted(layer for layer in bearing if scales[layer] != set(KV_SCALES))
     if missing and len(missing) == len(bearing):
         message = (

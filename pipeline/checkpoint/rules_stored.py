@@ -12,6 +12,29 @@ from pipeline.checkpoint.layout import ROUTER_GATE
 from pipeline.checkpoint.table import Table, is_packed
 
 NATIVE_FORMAT = "mxfp4-pack-quantized"
+BESIDE_WEIGHT = (
+    "weight_scale", "weight_scale_inv", "weight_shape", "weight_global_scale", "weight_zero_point", "weight_g_idx"
+)  # fmt: skip
+EXPONENTS = ("U8", "F8_E8M0")
+SCALE_DTYPES = {
+    NATIVE_FORMAT: EXPONENTS, "mxfp8-quantized": EXPONENTS, "nvfp4-pack-quantized": ("F8_E4M3",)
+}  # fmt: skip
+
+
+def whole(table: Table) -> Iterator[Finding]:
+    """Each module has one weight, and has it where it has scales."""
+    listed = table.checkpoint.index or {}
+    for module, stored in table.modules.items():
+        if "weight" in stored and "weight_packed" in stored:
+            name = stored["weight"].name
+            message = f"stored beside {module}.weight_packed: which one is loaded is an engine's choice"
+            yield Finding("weight-twice", table.shard(name), name, message, "keep the one that the config describes")
+        elif "weight" not in stored and "weight_packed" not in stored:
+            orphan = next((stored[name] for name in BESIDE_WEIGHT if name in stored), None)
+            if orphan is not None and not {f"{module}.weight", f"{module}.weight_packed"} & listed.keys():
+                message = f"{orphan.parameter} is stored, the weight that it belongs to is not"
+                shard = table.shard(orphan.name)
+                yield Finding("weight-missing", shard, orphan.name, message, "requantize this module")
 
 
 def stored_as_declared(table: Table) -> Iterator[Finding]:
@@ -79,6 +102,8 @@ def _parameters(
             "correct the format, or " + again,
         )
         return
+    others += ("weight_zero_point",) if group.weights.get("symmetric") is False else ()
+    others += ("weight_g_idx",) if group.weights.get("actorder") in ("group", True) else ()
     for name in others:
         if name not in stored:
             yield Finding(
@@ -88,7 +113,16 @@ def _parameters(
                 f"{group.format} needs it beside {weight.name}; an engine would use garbage or 0",
                 again,
             )
-    static_input = group.activations is not None and group.activations.get("dynamic") is False
+    if group.weights.get("symmetric") is True and (zero := stored.get("weight_zero_point")) is not None:
+        yield Finding(
+            "format-mismatch",
+            table.shard(zero.name),
+            zero.name,
+            "a zero point is stored, the weights are declared symmetric: an engine drops it and decodes other numbers",
+            "declare symmetric false, or " + again,
+        )
+    # Static is what an absent key means; "local" (NVFP4) has a global scale from calibration beside its dynamic ones.
+    static_input = group.activations is not None and group.activations.get("dynamic", False) is not True
     if static_input and "input_scale" not in stored and "input_global_scale" not in stored:
         yield Finding(
             "scale-missing",
@@ -101,10 +135,13 @@ def _parameters(
 
 
 def _shapes(table: Table, module: str, stored: dict[str, Tensor], weight: Tensor, group: Group) -> Iterator[Finding]:
+    shard = table.shard(weight.name)
+    if len(weight.shape) < 2 or not all(weight.shape):
+        message = f"shape {list(weight.shape)}: only a matrix with rows and columns can be quantized"
+        yield Finding("not-a-matrix", shard, weight.name, message, "store it unquantized, and add it to ignore")
     if len(weight.shape) != 2:
         return
     rows, columns = weight.shape
-    shard = table.shard(weight.name)
     if weight.parameter == "weight_packed":
         columns = columns * (2 if weight.dtype == "U8" else 32 // (group.num_bits or 4))
     wanted: tuple[int, ...] | None = None
@@ -131,10 +168,20 @@ def _shapes(table: Table, module: str, stored: dict[str, Tensor], weight: Tensor
         wanted = (-(-rows // height), -(-columns // width))
     elif group.strategy == "channel":
         wanted = (rows, 1)
+    elif group.strategy == "tensor":
+        wanted = (1,)
+    if (overall := stored.get("weight_global_scale")) is not None and (overall.shape, overall.dtype) != ((1,), "F32"):
+        yield Finding(
+            "scale-shape",
+            table.shard(overall.name),
+            overall.name,
+            f"{overall.dtype} {list(overall.shape)}, one F32 number is needed",
+            "requantize this module",
+        )
     scale = stored.get("weight_scale")
     if scale is None:
         return
-    shapes = {wanted, (rows,)} if group.strategy == "channel" else {wanted}
+    shapes = {wanted, *{"channel": [(rows,)], "tensor": [(), (1, 1)]}.get(group.strategy or "", [])}
     if wanted is not None and scale.shape not in shapes:
         yield Finding(
             "scale-shape",
@@ -143,9 +190,7 @@ def _shapes(table: Table, module: str, stored: dict[str, Tensor], weight: Tensor
             f"shape {list(scale.shape)}, a weight of {rows}x{columns} needs {list(wanted)}",
             "requantize this module",
         )
-    dtypes = {
-        NATIVE_FORMAT: ("U8", "F8_E8M0"), "nvfp4-pack-quantized": ("F8_E4M3",)
-    }.get(group.format or "", ("F32", "BF16", "F16"))
+    dtypes = SCALE_DTYPES.get(group.format or "", ("F32", "BF16", "F16"))
     if scale.dtype not in dtypes:
         yield Finding(
             "scale-dtype",

@@ -25,6 +25,52 @@ KNOWN_FORMATS = {
 OTHER_METHODS = {"fp8": "float8", "gptq": "int4", "awq": "int4", "mxfp4": "mxfp4", "modelopt": "nvfp4"}
 
 
+# Keys that the planner computes with: at least 1; at least 0; the same or null.
+SIZES = frozenset(
+    "hidden_size num_hidden_layers num_attention_heads vocab_size intermediate_size moe_intermediate_size head_dim "
+    "qk_nope_head_dim v_head_dim num_heads short_conv_kernel_size decoder_sparse_step linear_conv_kernel_dim "
+    "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim patch_size qkv_hidden_size "
+    "vt_hidden_size vt_intermediate_size vt_num_hidden_layers init_pos_emb_height init_pos_emb_width".split()
+)
+COUNTS = frozenset(["qk_rope_head_dim", "first_k_dense_replace"])
+OPTIONAL = frozenset(
+    "num_experts n_routed_experts num_local_experts num_shared_experts n_shared_experts num_experts_per_token "
+    "num_experts_per_tok num_key_value_heads kv_lora_rank q_lora_rank routed_expert_hidden_size moe_layer_freq "
+    "shared_expert_intermediate_size attn_res_block_size full_attention_interval max_position_embeddings "
+    "text_hidden_size".split()
+)
+MAY_BE_NULL = {(where, key) for where in ("", "text_config.") for key in ("head_dim", "layer_types", "architectures")}
+LISTS = {"kda_layers": int, "full_attn_layers": int, "mlp_only_layers": int, "layer_types": str, "architectures": str}
+
+
+def check_types(config: dict[str, Any]) -> None:
+    """Raise :class:`Unreadable` naming the first key whose value the planner could not compute with."""
+    parts = {"": config}
+    holders = {"text_config": config, "vision_config": config, "linear_attn_config": text_config(config)}
+    for name, holder in holders.items():
+        parts[f"{name}."] = part = holder.get(name) or {}
+        if not isinstance(part, dict):
+            raise Unreadable(f"config.json: {name} is {part!r:.80}, expected a JSON object")
+    if "vt_hidden_size" not in parts["vision_config."]:
+        del parts["vision_config."]  # of another model, and not computed with
+    for where, part in parts.items():
+        for key, value in part.items():
+            if value is None and (key in OPTIONAL or (where, key) in MAY_BE_NULL):
+                continue
+            number = value if type(value) is int else -1
+            if key in LISTS:
+                sound = isinstance(value, list) and all(type(item) is LISTS[key] for item in value)
+            elif key == "partial_rotary_factor":
+                sound = isinstance(value, (int, float)) and 0 <= value <= 1
+            else:
+                sound = number >= 1 if key in SIZES else number >= 0 or key not in COUNTS | OPTIONAL
+            if not sound:
+                raise Unreadable(f"config.json: {where}{key} is {value!r:.80}, which no model can have")
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
 @dataclass(frozen=True)
 class SourceFormat:
     """What the source checkpoint stores.  ``weights`` is one of the values of :data:`KNOWN_FORMATS`."""
@@ -35,7 +81,7 @@ class SourceFormat:
 
     @property
     def is_quantized(self) -> bool:
-        return self.weights not in ("bfloat16", "float16", "float32")
+        return self.weights not in FLOATS
 
 
 def read_config(path: Path | str) -> dict[str, Any]:
@@ -61,13 +107,34 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def declared_quantizations(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Every ``quantization_config`` in the file, with where it stands.  More than one is a contradiction waiting to
-    happen."""
+    happen.  Raises :class:`Unreadable` for one that is no JSON object."""
     found = []
     if config.get("quantization_config"):
         found.append(("quantization_config", config["quantization_config"]))
     if "text_config" in config and text_config(config).get("quantization_config"):
         found.append(("text_config.quantization_config", text_config(config)["quantization_config"]))
+    for where, quantization in found:
+        _check_quantization(where, quantization)
     return found
+
+
+def _check_quantization(where: str, quantization: Any) -> None:
+    def expect(path: str, value: Any, kind: type) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise Unreadable(f"{path} is {value!r:.80}, expected {'a JSON object' if kind is dict else kind.__name__}")
+
+    expect(where, quantization, dict)
+    for key, kind in (("format", str), ("quant_method", str), ("kv_cache_scheme", dict), ("config_groups", dict)):
+        expect(f"{where}.{key}", quantization.get(key), kind)
+    for key in ("ignore", "modules_to_not_convert"):
+        expect(f"{where}.{key}", quantization.get(key), list)
+        for pattern in quantization.get(key) or ():
+            expect(f"{where}.{key}: an entry", pattern or 0, str)
+    for name, group in (quantization.get("config_groups") or {}).items():
+        expect(f"{where}.config_groups.{name}", group or 0, dict)
+        expect(f"{where}.config_groups.{name}.weights", group.get("weights"), dict)
+        for key, kind in (("group_size", int), ("strategy", str)):
+            expect(f"{where}.config_groups.{name}.weights.{key}", (group.get("weights") or {}).get(key), kind)
 
 
 def source_format(config: dict[str, Any]) -> SourceFormat:
@@ -79,6 +146,9 @@ def source_format(config: dict[str, Any]) -> SourceFormat:
     declared = declared_quantizations(config)
     if not declared:
         dtype = text_config(config).get("dtype") or text_config(config).get("torch_dtype") or "bfloat16"
+        if dtype not in FLOATS:
+            known = ", ".join(FLOATS)
+            raise Refused(f"config.json: dtype is {dtype!r:.80}, and no quantization config says more; known: {known}")
         return SourceFormat(dtype, "dense", "dtype")
     names = {where: quantization.get("format") or quantization.get("quant_method") for where, quantization in declared}
     if len(set(names.values())) > 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.errors import Refused, Unreadable
 from pipeline.k3 import layers as build
-from pipeline.k3.config import text_config
+from pipeline.k3.config import check_types, text_config
 from pipeline.k3.tensors import Role, Shard, Tensor
 
 
@@ -172,6 +172,7 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
 
     Raises :class:`Unreadable` naming the missing key, and :class:`Refused` for a layer kind that is not modelled.
     """
+    check_types(config)
     text = text_config(config)
     try:
         kinds = _layer_kinds(text)
@@ -198,7 +199,8 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
 
 
 def ignore_patterns_without_match(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
-    """The ignore patterns that match no tensor of the checkpoint (a typo, or a fused name that the file does not have).
+    """The ignore patterns that match no tensor of the checkpoint (a typo, a fused name that the file does not have, or
+    no regular expression at all).
 
     ``re:`` patterns are matched from the start of the module name, others exactly or as its last parts, as
     compressed-tensors does.  llm-compressor 0.14 accepts a pattern without a match in silence.
@@ -207,8 +209,11 @@ def ignore_patterns_without_match(patterns: Iterable[str], facts: ModelFacts) ->
     unmatched = []
     for pattern in patterns:
         if pattern.startswith("re:"):
-            expression = re.compile(pattern[3:])
-            matched = any(expression.match(name) for name in names)
+            try:
+                expression = re.compile(pattern[3:])
+            except re.error:
+                expression = None
+            matched = expression is not None and any(expression.match(name) for name in names)
         else:
             matched = any(name == pattern or name.endswith(f".{pattern}") for name in names)
         if not matched:

@@ -113,6 +113,15 @@ def requantization(request: Request) -> str:
     source, chosen = source_format(request.model.config), request.scheme
     if chosen.format == "native":
         return "none: served as published"
+    if chosen.calibrated and not request.model.facts.is_k3:
+        raise Refused(
+            f"{request.quant}: calibrated recipes know Kimi K3's layout only, {request.model.name} is of another; use "
+            "w4a16 or int8, which need no data"
+        )
+    if chosen.format == "nvfp4" and source.weights != "mxfp4":
+        raise Refused(
+            f"{request.quant}: NVFP4 is made by an exact cast of MXFP4, the source is {source.weights}; use w4a16"
+        )
     if not source.is_quantized:
         return "llm-compressor oneshot, calibrated" if chosen.calibrated else "round to nearest from the source weights"
     if source.weights == "mxfp4":

@@ -149,7 +149,7 @@ def scheme_of_recipe(key: str, recipe: dict[str, Any]) -> Scheme:
         storage(name, recipe.get("group_size"))  # raises for a format that is not known
     group = recipe.get("group_size") or {"int4": 32, "nvfp4": 16}.get(name)
     activations = {"fp8_block": "float8", "fp8_channel": "float8", "int8_channel": "int8"}.get(name, "bfloat16")
-    calibrated = bool(known and known.calibrated)
+    calibrated = bool(recipe.get("calibration") or (known and known.calibrated))
     return Scheme(key, name, recipe.get("scope", "experts"), group, calibrated, activations)
 
 
@@ -208,7 +208,11 @@ def _declared_storage(config: dict[str, Any], facts: ModelFacts) -> Callable[[Te
     packed = storage(names[source.weights], weights.get("group_size") or declared.get("group_size"))
     ignored = declared.get("ignore") or declared.get("modules_to_not_convert") or ()
     exact = {pattern for pattern in ignored if not pattern.startswith("re:")}
-    expressions = [re.compile(pattern[3:]) for pattern in ignored if pattern.startswith("re:")]
+    try:
+        expressions = [re.compile(pattern[3:]) for pattern in ignored if pattern.startswith("re:")]
+    except re.error as error:
+        said = f"{source.where}.ignore: {error.pattern!r} is no regular expression ({error})"
+        raise Refused(f"{said}; correct it") from None
 
     def declared_storage(tensor: Tensor) -> Storage | None:
         name = tensor.name.replace("{e}", "0")

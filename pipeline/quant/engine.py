@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeline.quant.calibrated.run import Calibrated
 
 LOCK_PATIENCE_S = 2.0
+POINTER = "location.json"  # stands in a tracked folder for a checkpoint that is kept elsewhere (pipeline.store)
 
 # tqdm's own lock is shared with forked processes; one that is killed while it holds it would stop all the others.
 tqdm.set_lock(threading.RLock())
@@ -67,16 +68,28 @@ def requantize(
     source, target = Path(source), Path(target)
     if workers < 1:
         raise Refused(f"workers {workers}: at least one is needed")
-    if source.resolve() == target.resolve():
-        raise Refused(f"{target}: source and target are the same directory")
-    if recipe.format == "native":
-        return native.link(source, target, source_manifest)
+    _check_target(source, target)
+    try:
+        if recipe.format == "native":
+            return native.link(source, target, source_manifest)
+        return _requantize(source, target, recipe, workers, source_manifest, trust_remote_code)
+    except OSError as error:
+        raise Refused(
+            f"{error.filename or target}: {error.strerror or error}; whatever is finished is kept, run again to resume"
+        ) from error
+
+
+def _requantize(
+    source: Path, target: Path, recipe: Recipe, workers: int, source_manifest: dict[str, Any] | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:  # fmt: skip
     started = time.monotonic()
     plan = planning.plan(source, recipe)
     expected = manifest.entries(source_manifest) if source_manifest else {}
+    unlisted = [shard.name for shard in plan.shards if shard.name not in expected]
+    if expected and unlisted:
+        raise Refused(f"{source}: {unlisted[0]} and {len(unlisted) - 1} more shards are not in the source's manifest")
     work = target.parent / f".{target.name}.partial"
-    (work / RECORDS).mkdir(parents=True, exist_ok=True)
-    (work / OUTPUT).mkdir(exist_ok=True)
     with _locked(work):
         report = records.finished_target(plan, target, expected)
         known = {shard.name: records.finished_shard(plan, shard, work) for shard in plan.shards}
@@ -92,6 +105,7 @@ def requantize(
                 _check_hash(source / name, record["source"]["sha256"], expected.get(name))
             calibration = {"calibration": calibrated.finish()} if calibrated else {}
             report = _finish(plan, done, work / OUTPUT, target, calibration)
+        shutil.rmtree(_replaced(target), ignore_errors=True)
         shutil.rmtree(work)
     seconds = time.monotonic() - started
     return report | {
@@ -106,6 +120,28 @@ def requantize(
     }
 
 
+def _check_target(source: Path, target: Path) -> None:
+    """The target is replaced as a whole: it must be an output of ours, and must not hold the source or lie in it."""
+    inner, outer = source.resolve(), target.resolve()
+    if inner == outer:
+        raise Refused(f"{target}: source and target are the same directory")
+    if outer in inner.parents or inner in outer.parents:
+        raise Refused(f"{target}: one of source {source} and target lies inside the other; choose a target beside it")
+    if target.exists() and not target.is_dir():
+        raise Refused(f"{target}: a file; choose another target")
+    names = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    if names and not {PROVENANCE, MANIFEST, POINTER} & set(names):
+        raise Refused(
+            f"{target}: would be replaced, and holds {len(names)} files ({names[0]} ...) that no run of this program "
+            "wrote; choose another target, or remove it"
+        )
+
+
+def _replaced(target: Path) -> Path:
+    """Where an older target waits while the new one takes its name."""
+    return target.parent / f".{target.name}.replaced"
+
+
 def _calibrate(plan: Plan, trust_remote_code: bool) -> Calibrated | None:
     if plan.recipe.calibration is None:
         return None
@@ -117,18 +153,33 @@ def _calibrate(plan: Plan, trust_remote_code: bool) -> Calibrated | None:
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
     """Hold the directory.  Workers inherit the lock: it is free only when the last of a killed run's workers is gone.
+
+    A run that ends removes the directory with its lock: whoever waited for that file starts over with a new one.
     """
     deadline = time.monotonic() + LOCK_PATIENCE_S
-    with open(work / LOCK, "w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise Refused(f"{work}: another process is writing it; wait for it") from None
-                time.sleep(0.02)
+    while (lock := _take(work)) is None:
+        if time.monotonic() > deadline:
+            raise Refused(f"{work}: another process is writing it; wait for it")
+        time.sleep(0.02)
+    with lock:
         yield
+
+
+def _take(work: Path) -> IO[str] | None:
+    try:
+        for name in (RECORDS, OUTPUT):
+            (work / name).mkdir(parents=True, exist_ok=True)
+        lock = open(work / LOCK, "w")  # noqa: SIM115 - handed out open
+    except FileNotFoundError:  # removed in between
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock.fileno()).st_ino == (work / LOCK).stat().st_ino:
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    lock.close()
+    return None
 
 
 def _check_space(plan: Plan, todo: list[ShardPlan], work: Path) -> None:
@@ -218,9 +269,9 @@ def _finish(
 ) -> dict[str, Any]:
     """Write what is not a shard, check the whole, and rename it into place."""
     wanted = {shard.name for shard in plan.shards} | set(plan.auxiliary) | {CONFIG, INDEX, PROVENANCE}
-    for name in manifest.listed_files(output):  # of an earlier recipe or source
-        if name not in wanted:
-            (output / name).unlink()
+    for path in [path for path in output.rglob("*") if path.is_file()]:
+        if str(path.relative_to(output)) not in wanted:  # of an earlier recipe or source, or of a killed run
+            path.unlink()
     for name in plan.auxiliary:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(plan.source / name, output / name)
@@ -246,10 +297,8 @@ def _finish(
     hashes = {name: record["target"]["sha256"] for name, record in done.items()}
     built = manifest.build(output, hashes)
     files.write_json(output / MANIFEST, built)
-    replaced = target.parent / f".{target.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(_replaced(target), ignore_errors=True)
     if target.exists():
-        os.replace(target, replaced)
+        os.replace(target, _replaced(target))
     os.replace(output, target)
-    shutil.rmtree(replaced, ignore_errors=True)
     return {"status": "valid", "reason": None} | provenance | built

@@ -21,6 +21,8 @@ from pipeline.quant.scheme import SQUARES, Converted
 GROUP = 16
 TOP = 8  # the highest group's scale: 2^8
 EXACT_SPREAD = 17
+# The global scale is 2^(TOP - base), and kernels multiply by its inverse: both are normal F32 numbers from here on.
+LOWEST_BASE = TOP - 126
 # At a shift of 4 the largest code, 6, is 0.375 and still rounds to 0.5; at 5 all are zero.
 LARGEST_SHIFT = 5
 

@@ -168,7 +168,10 @@ def _read_exactly(stream: Any, size: int) -> bytes:
 
 
 def nvfp4_bases(checkpoint: Checkpoint, modules: list[Module], ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """The exponent that NVFP4's top scale stands for, one for all matrices that share a global scale."""
+    """The exponent that NVFP4's top scale stands for, one for all matrices that share a global scale.
+
+    At least ``nvfp4.LOWEST_BASE``: all-zero matrices often carry exponents of 2^-127, whose global scale is no number.
+    """
     names = {module.name: module for module in modules}
     groups = [list(group) for group in layout.sets_among(names, layout.SHARED_GLOBAL_SCALE)]
     grouped = {name for group in groups for name in group}
@@ -178,7 +181,7 @@ def nvfp4_bases(checkpoint: Checkpoint, modules: list[Module], ranges: dict[str,
         if high - low > nvfp4.EXACT_SPREAD:  # all-zero groups may carry any exponent: leave them out of account
             highest = [value for name in group if (value := _highest_of_nonzero(checkpoint, names[name])) is not None]
             high = max(highest, default=high)
-        bases |= dict.fromkeys(group, high)
+        bases |= dict.fromkeys(group, max(high, nvfp4.LOWEST_BASE))
     return bases
 
 
@@ -219,6 +222,7 @@ def plan(source: Path | str, recipe: Recipe) -> Plan:
     }
     for step in converts.values():
         scheme_of(recipe, step).check(step.module.name, step.module.shape)
+    _check_names(checkpoint, recipe, converts)
     shards = tuple(_plan_shard(name, checkpoint, recipe, converts) for name in checkpoint.headers)
     new_config = config.build(checkpoint, recipe, modules, converts)
     weight_map = {name: shard.name for shard in shards for name in shard.outputs}
@@ -227,6 +231,21 @@ def plan(source: Path | str, recipe: Recipe) -> Plan:
     auxiliary = tuple(name for name in checkpoint.auxiliary if name not in (MANIFEST, config.PROVENANCE))
     kinds = {name: (module.kind, layout.layer_of(name)) for name, module in modules.items()}
     return Plan(recipe, Path(source), shards, new_config, index, auxiliary, kinds)
+
+
+def _check_names(checkpoint: Checkpoint, recipe: Recipe, converts: dict[str, Convert]) -> None:
+    """No tensor is written twice: a source may hold scales of an older quantization beside its float weights."""
+    replaced, made = set(), set()
+    for step in converts.values():
+        replaced |= {tensor.name for tensor in (step.weight, step.scale) if tensor is not None}
+        outputs = scheme_of(recipe, step).outputs(step.module.name, step.module.shape, step.module.dtype)
+        made |= {name for name, _, _ in outputs}
+    if twice := sorted(made & (checkpoint.tensors().keys() - replaced)):
+        listed = ", ".join(f"{name} ({checkpoint.weight_map[name]})" for name in twice[:5])
+        raise Refused(
+            f"{checkpoint.directory}: {len(twice)} tensors have names that the output needs: {listed}; they are left "
+            "over from another quantization, remove them"
+        )
 
 
 def _families_that_do_not_divide(recipe: Recipe, chosen: list[Module]) -> set[str]:

@@ -66,7 +66,13 @@ def finished_shard(plan: Plan, shard: ShardPlan, work: Path) -> dict[str, Any] |
     path, output, source = work / RECORDS / f"{shard.name}.json", work / OUTPUT / shard.name, plan.source / shard.name
     if not path.exists() or not output.exists():
         return None
-    record = files.read_json(path)
+    try:
+        return _checked(files.read_json(path), plan, shard, output, source)
+    except (Unreadable, KeyError, TypeError):  # a record that did not reach the disk, or of another version
+        return None
+
+
+def _checked(record: Any, plan: Plan, shard: ShardPlan, output: Path, source: Path) -> dict[str, Any] | None:
     if record["recipe_sha256"] != plan.recipe.sha256 or record["plan_sha256"] != shard.sha256:
         return None
     stamp = stamp_of(source)

@@ -6,7 +6,7 @@ A scheme divides a weight ``[rows, columns]`` into regions of ``region_rows x re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,8 @@ class RegionScheme:
             peak, lowest, highest, tables.exact_offset, tables.unit_scale, tables.zero_scale, region_class, scale
         )
         if low <= high and (low < -SAFE_EXPONENT or high > SAFE_EXPONENT):
-            return self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
+            converted = self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
+            return replace(converted, damage=replace(converted.damage, spread=spread))
         offset = np.empty((rows, groups), np.int8)
         kernels.offsets(exponents, self.region_rows, peak, tables.largest_offset, offset)
         shape = (rows, groups * 16)

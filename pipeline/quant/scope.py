@@ -59,6 +59,12 @@ def source_format(checkpoint: Checkpoint) -> str | None:
     """``mxfp4-pack-quantized`` or ``None`` (floats).  Raises :class:`Refused` for any other or contradicting
     declaration.
     """
+    if sidecars := declared.find_sidecars(checkpoint.directory):
+        name, raw = sidecars[0]
+        raise Refused(
+            f"{checkpoint.directory}: already quantized, says {name} ({raw['quant_method']}); dequantize it first, or "
+            "remove the file where it is left over"
+        )
     configs = [declared.parse(path, raw) for path, raw in declared.find_configs(checkpoint.config)]
     if not configs:
         return None
@@ -74,22 +80,27 @@ def source_format(checkpoint: Checkpoint) -> str | None:
             f"{checkpoint.directory}: already quantized at {where}, method {method}; requantization starts from "
             f"{SOURCE_FORMAT} or from bf16, fp16 or f32 weights: dequantize it first, or use recipe native"
         )
+    if not configs[0].groups:
+        raise Refused(f"{checkpoint.directory}: {configs[0].path} has no config_groups: no engine knows what it describes")
     return SOURCE_FORMAT
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
-    """Every weight matrix of the source.  Raises :class:`Refused` for packed weights without their scale or config."""
+    """Every weight matrix of the source.  Raises :class:`Refused` for packed weights without their scale or config, and
+    for matrices that are stored twice, empty, or packed as another tool packs them.
+
+    The dtype of MXFP4 is BF16, whatever the config says of the rest: llm-compressor dequantizes it to that.
+    """
     packed_source = source_format(checkpoint) is not None
-    dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(
-        str(checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"), "BF16"
-    )
     found, problems = {}, []
     tensors = checkpoint.tensors()
     for name, tensor in tensors.items():
         module, shard = tensor.module, checkpoint.weight_map[name]
         if tensor.parameter == "weight_packed":
             scale = tensors.get(f"{module}.weight_scale")
-            if not packed_source:
+            if f"{module}.weight" in tensors:
+                problems.append(f"{name} ({shard}) is stored beside {module}.weight: one of them is left over")
+            elif not packed_source:
                 problems.append(f"{name} ({shard}) is packed, but config.json has no quantization_config")
             elif scale is None:
                 problems.append(f"{name} ({shard}) has no {module}.weight_scale in any shard")
@@ -100,8 +111,10 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
                 )
             else:
                 shape = (tensor.shape[0], tensor.shape[1] * 2)
-                found[module] = Module(module, True, (name, scale.name), shape, dtype, shard)
-        elif tensor.parameter == "weight" and len(tensor.shape) >= 2:
+                found[module] = Module(module, True, (name, scale.name), shape, "BF16", shard)
+        elif tensor.parameter == "qweight":
+            problems.append(f"{name} ({shard}) is packed as GPTQ or AWQ packs, config.json has no quantization_config")
+        elif tensor.parameter == "weight" and len(tensor.shape) >= 2 and all(tensor.shape):
             found[module] = Module(module, False, (name,), tensor.shape, tensor.dtype, shard)
     if problems:
         raise Refused(_listed(f"{checkpoint.directory}: {len(problems)} weights cannot be read", problems))
@@ -110,7 +123,7 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
 
 def _is_mxfp4(dtype: str, shape: tuple[int, ...], scale_dtype: str, scale_shape: tuple[int, ...]) -> bool:
     return (
-        dtype == "U8" and scale_dtype in ("U8", "F8_E8M0") and len(shape) == 2 and shape[1] % 16 == 0
+        dtype == "U8" and scale_dtype in ("U8", "F8_E8M0") and len(shape) == 2 and all(shape) and shape[1] % 16 == 0
         and scale_shape == (shape[0], shape[1] // 16)
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ class Writer:
     """Writes one file in order under a temporary name, hashing it; :meth:`commit` gives it its name."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path = path
+        self.path, self.expected = path, size
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 - closed by commit() or with the process
         _reserve(self._file.fileno(), size, path)
@@ -89,8 +89,14 @@ class Writer:
         view = memoryview(data).cast("B") if isinstance(data, bytes) else memoryview(data.reshape(-1).view(np.uint8))
         self._digest.update(view)
         self.size += len(view)
-        while view:
-            view = view[self._file.write(view) :]
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise Refused(
+                f"{self.path}: {error.strerror} within its {self.expected / 1e9:.2f} GB; free some space and run "
+                "again, finished shards are kept"
+            ) from None
 
     def commit(self) -> str:
         """Close, rename into place and return the file's SHA-256."""

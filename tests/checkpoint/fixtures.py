@@ -19,7 +19,7 @@ HEADS, HEAD_DIM, VOCAB = 2, 32, 64
 PREFIX = "language_model.model."
 EXPERT = PREFIX + "layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
 NUMPY = {"F32": np.float32, "BF16": np.uint16, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
-         "F8_E4M3": np.uint8, "F16": np.float16}  # fmt: skip
+         "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F16": np.float16}  # fmt: skip
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 NATIVE_CONFIG = {

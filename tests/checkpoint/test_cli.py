@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import manifest
+from pipeline.checkpoint import manifest, rules_content
 from pipeline.checkpoint.cli import main
 from pipeline.checkpoint.headers import build_header
 from tests.checkpoint import fixtures
@@ -47,6 +47,23 @@ def test_what_cannot_be_read_exits_6(tmp_path, capsys):
     (native / "config.json").write_text("{")
     assert main([str(native)]) == 6
     assert "config.json: not valid JSON" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_exits_6(fp8, capsys, monkeypatch):
+    def refuses(*_):
+        raise PermissionError(13, "Permission denied", "model-00001-of-000003.safetensors")
+
+    monkeypatch.setattr(rules_content, "chunks_of", refuses)
+    assert main([str(fp8)]) == 6
+    assert "Permission denied: 'model-00001-of-000003.safetensors'" in capsys.readouterr().err
+
+
+def test_names_that_no_terminal_takes_are_printed_escaped(fp8, capsys):
+    index = {"weight_map": {"\udcff.ü": "model-00001-of-000003.safetensors"}}
+    (fp8 / "model.safetensors.index.json").write_text(json.dumps(index))
+    for arguments in ([], ["--json"]):
+        assert main([str(fp8), *arguments]) == 3
+        assert "\\udcff.ü" in capsys.readouterr().out
 
 
 def test_a_truncated_shard_is_a_finding_not_a_crash(fp8, capsys):

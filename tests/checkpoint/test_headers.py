@@ -66,6 +66,14 @@ def test_a_misaligned_layout_is_not_built():
         ({"a": 3}, b"", "a: malformed"),
         (b"{nope", b"", "not valid JSON"),
         (b"[1]", b"", "not a JSON object"),
+        (b" {}", b"", "begins with its first byte"),
+        ('{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.encode("utf-16-le"), b"", "not valid JSON"),
+        ({"__metadata__": {"step": 7}}, b"", "__metadata__ is no mapping"),
+        ({"__metadata__": ["pt"]}, b"", "__metadata__ is no mapping"),
+        ({"a": entry(0, 4) | {"dtype": ["U8"]}}, b"abcd", "a: malformed"),
+        ({"a": entry(0, 4) | {"shape": "four"}}, b"abcd", "a: malformed"),
+        ({"a": entry(0, 4) | {"data_offsets": [0, 4, 8]}}, b"abcd", "a: malformed"),
+        ({"a": entry(0, 1, "F4", [3])}, b"a", r"a: F4 \[3\] does not fill whole bytes"),
         (b'{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', b"", "'a' appears twice"),
     ],
 )
@@ -77,6 +85,25 @@ def test_damage_is_named(tmp_path, header, data, says):
 def test_a_length_beyond_the_file_is_not_read(tmp_path):
     with pytest.raises(HeaderError, match="header claims 1099511627776 bytes, the file has 10"):
         read_header(write(tmp_path / "x.safetensors", b"{}", length=1 << 40))
+    # The reference library gives up at 100 MB; a sparse file stands for one.
+    path = write(tmp_path / "long.safetensors", b"{", length=100_000_001)
+    with open(path, "r+b") as stream:
+        stream.truncate(100_000_100)
+    with pytest.raises(HeaderError, match="header of 100000001 bytes, no reader takes more than 100000000"):
+        read_header(path)
     (tmp_path / "short.safetensors").write_bytes(b"\0\0")
     with pytest.raises(HeaderError, match="2 bytes, too short"):
         read_header(tmp_path / "short.safetensors")
+
+
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4986211280\n")
+    with pytest.raises(HeaderError, match="a Git LFS pointer of 135 bytes.*`git lfs pull`"):
+        read_header(path)
+
+
+def test_empty_tensors_and_tensors_without_dimensions_are_read(tmp_path):
+    header = {"a": entry(0, 0, "F32", [0, 3]), "b": entry(0, 4, "F32", []), "é.weight": entry(4, 4, shape=[0])}
+    tensors = read_header(write(tmp_path / "x.safetensors", header, b"abcd")).tensors
+    assert {name: tensor.size_bytes for name, tensor in tensors.items()} == {"a": 0, "b": 4, "é.weight": 0}

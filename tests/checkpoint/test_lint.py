@@ -1,6 +1,7 @@
 """Every lint rule has a checkpoint that is broken on purpose; the unbroken one shows that the rule is what finds it."""
 
 import ast
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from pipeline.checkpoint import numbers
 from pipeline.checkpoint.lint import lint
+from pipeline.errors import Unreadable
 from tests.checkpoint import fixtures
 from tests.checkpoint.fixtures import EXPERT, PREFIX, drop, edit_json, edit_tensors, edit_values, put, shard_of
 
@@ -99,6 +101,10 @@ def kv_scales_in_some_layers(directory):
         )
 
 
+def kv_scale_nan(directory):
+    put(directory, ATTENTION + "k_scale", "F32", np.full(1, np.nan, np.float32), beside=ATTENTION + "o_norm.weight")
+
+
 def kv_scheme(**changes):
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True} | changes
     return quantization(lambda q: q.update(kv_cache_scheme=scheme))
@@ -113,6 +119,53 @@ def unquantize_one_expert(directory):
 
     edit_tensors(directory, W1 + ".weight", change)
     quantization(lambda q: q["ignore"].append(r"re:.*layers\.2\..*experts\.3\..*"))(directory)
+
+
+def shard_in_a_folder(directory):
+    """A shard moved into a folder, and the index with it: some readers follow, vLLM does not look there."""
+    (directory / "weights").mkdir()
+    name = sorted(directory.glob("*.safetensors"))[1].name
+    (directory / name).rename(directory / "weights" / name)
+    moved = {name: f"weights/{name}"}
+    index(lambda i: i.update(weight_map={t: moved.get(s, s) for t, s in i["weight_map"].items()}))(directory)
+
+
+def name_another_shard(name):
+    return index(lambda i: i["weight_map"].__setitem__(W1 + ".weight", name))
+
+
+def drop_all(*words):
+    """Remove every tensor whose name holds all of the words, from the shards and from the index."""
+
+    def damage(directory):
+        for path in directory.glob("*.safetensors"):
+            tensors = fixtures.load(path)
+            fixtures.save(path, {name: t for name, t in tensors.items() if not all(word in name for word in words)})
+        fixtures.write_index(directory)
+
+    return damage
+
+
+def pointer(name):
+    """What a clone without Git LFS leaves."""
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4986211280\n"
+    return lambda directory: (directory / name).write_text(text)
+
+
+def group(change):
+    return quantization(lambda q: change(q["config_groups"]["group_0"]))
+
+
+def weights(**changes):
+    return group(lambda g: g["weights"].update(changes))
+
+
+def sidecar(name, value):
+    return lambda directory: (directory / name).write_text(json.dumps(value))
+
+
+def both(*damages):
+    return lambda directory: [damage(directory) for damage in damages]
 
 
 def nan(values):
@@ -133,6 +186,11 @@ CASES = [
         lambda d: fixtures.save(d / "model-extra.safetensors", {"a.weight": ("F32", np.ones(2, np.float32))}),
         "model-extra",
     ),
+    ("shard-unreadable", "fp8", pointer("model-00002-of-000003.safetensors"), "a Git LFS pointer"),
+    ("shard-missing", "fp8", name_another_shard("model-ß.safetensors"), "model-ß.safetensors: in the index for 1"),
+    ("shard-outside", "fp8", shard_in_a_folder, "weights/model-00002-of-000003.safetensors"),
+    ("shard-outside", "fp8", name_another_shard("../other/model.safetensors"), "../other/model.safetensors"),
+    ("shard-outside", "fp8", name_another_shard("/etc/passwd"), "/etc/passwd"),
     ("index-absent", "fp8", lambda d: (d / INDEX).unlink(), "no index"),
     ("tensor-missing", "fp8", lambda d: drop(d, W1 + ".weight", reindex=False), W1),
     (
@@ -149,6 +207,30 @@ CASES = [
         W1,
     ),
     ("total-size", "fp8", index(lambda i: i["metadata"].update(total_size=1)), "total_size is 1"),
+    ("total-size", "fp8", index(lambda i: i["metadata"].update(total_size="all")), "total_size is 'all'"),
+    ("total-size", "fp8", index(lambda i: i["metadata"].update(total_size=float("nan"))), "total_size is nan"),
+    (
+        "layer-missing",
+        "fp8",
+        config(lambda c: c["text_config"].update(num_nextn_predict_layers=1)),
+        "1 prediction layers are configured, none is stored",
+    ),
+    (
+        "layer-extra",
+        "fp8",
+        lambda d: put(d, "mtp.layers.0.eh_proj.weight", *fixtures.bf16(np.ones((4, 4))), beside=PREFIX + "norm.weight"),
+        "mtp.layers.0.eh_proj.weight: 1 tensors of prediction layers",
+    ),
+    ("expert-missing", "fp8", drop_all("layers.2.", ".experts."), "layer 2 has a router and no experts"),
+    ("expert-missing", "fp8", drop_all("layers.2.", ".experts.3.w2."), "expert 3 of layer 2 has no w2"),
+    ("weight-missing", "fp8", lambda d: drop(d, W1 + ".weight"), W1 + ".weight_scale"),
+    ("weight-missing", "nvfp4", lambda d: drop(d, W1 + ".weight_packed"), "the weight that it belongs to is not"),
+    (
+        "weight-twice",
+        "w4a16",
+        lambda d: put(d, W1 + ".weight", *fixtures.bf16(np.ones((128, 128))), beside=W1 + ".weight_packed"),
+        W1 + ".weight: stored beside",
+    ),
     ("layer-missing", "fp8", config(lambda c: c["text_config"].update(num_hidden_layers=5)), "layers.4"),
     (
         "layer-extra",
@@ -167,8 +249,17 @@ CASES = [
         lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.e_score_correction_bias", *fixtures.bf16(np.ones(4))),
         "e_score",
     ),
+    (
+        "head-missing",
+        "fp8",
+        both(config(lambda c: c["text_config"].update(tie_word_embeddings=False)), drop_all("lm_head")),
+        "tie_word_embeddings is false",
+    ),
     ("aux-missing", "fp8", lambda d: (d / "configuration_kimi_k3.py").unlink(), "configuration_kimi_k3.py"),
     ("aux-missing", "fp8", lambda d: (d / "helpers_kimi_k3.py").unlink(), "imports it"),
+    ("aux-unreadable", "fp8", pointer("tokenizer.json"), "a Git LFS pointer, not the file itself"),
+    ("aux-unreadable", "fp8", config(lambda c: c.update(auto_map=["configuration_kimi_k3.K3"])), "config.json"),
+    ("other-weights", "fp8", lambda d: (d / "pytorch_model.bin").write_bytes(b"\x80\x02"), "pytorch_model.bin"),
     ("aux-unreadable", "fp8", lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json"),
     ("tokenizer-missing", "fp8", lambda d: (d / "tokenizer.json").unlink(), "tiktoken.model"),
     ("config-missing", "fp8", config(lambda c: c.pop("quantization_config")), "no quantization_config"),
@@ -178,9 +269,51 @@ CASES = [
         config(lambda c: c["text_config"].update(quantization_config=fixtures.NATIVE_CONFIG)),
         "$.text_config.quantization_config",
     ),
+    (
+        "config-duplicate",
+        "fp8",
+        config(lambda c: c["text_config"].update(compression_config=fixtures.NATIVE_CONFIG)),
+        "$.text_config.compression_config says compressed-tensors/mxfp4-pack-quantized",
+    ),
+    ("config-duplicate", "fp8", sidecar("quantize_config.json", {"bits": 4}), "a second quantization config (gptq)"),
+    ("config-malformed", "fp8", lambda d: (d / "hf_quant_config.json").write_text("{"), "hf_quant_config.json"),
+    ("config-malformed", "fp8", config(lambda c: c.update(quantization_config=["fp8"])), "quantization_config.quant_method"),
+    ("config-malformed", "fp8", quantization(lambda q: q.update(ignore="lm_head")), "ignore: 'lm_head', expected list"),
+    ("config-malformed", "fp8", quantization(lambda q: q["ignore"].append(7)), "ignore: 7, expected str"),
+    ("config-malformed", "fp8", quantization(lambda q: q.update(config_groups=[])), "config_groups"),
+    ("config-malformed", "fp8", quantization(lambda q: q.update(format=["float-quantized"])), "format"),
+    ("config-malformed", "fp8", quantization(lambda q: q.update(kv_cache_scheme="fp8")), "kv_cache_scheme"),
+    ("config-malformed", "fp8", group(lambda g: g.update(targets="Linear")), "targets: 'Linear', expected list"),
+    ("config-malformed", "fp8", group(lambda g: g.update(input_activations=8)), "input_activations"),
+    ("config-malformed", "w4a16", weights(group_size="32"), "group_size: '32', expected int"),
+    ("config-malformed", "w4a16", weights(group_size=0), "group_size: 0"),
+    ("config-malformed", "w4a16", weights(num_bits=64), "num_bits: 64"),
+    ("config-malformed", "fp8_block", weights(block_structure=[128]), "block_structure"),
+    ("config-malformed", "fp8_block", weights(block_structure="128"), "block_structure"),
+    ("pattern-invalid", "fp8", quantization(lambda q: q["ignore"].append("re:.*[")), "ignore: pattern 're:.*['"),
+    ("pattern-invalid", "fp8", group(lambda g: g["targets"].append("re:(")), "group_0.targets: pattern 're:('"),
     ("config-malformed", "fp8", quantization(lambda q: q["config_groups"]["group_0"].pop("targets")), "group_0"),
     ("method-unknown", "fp8", quantization(lambda q: q.update(quant_method="mystery")), "mystery"),
     ("method-not-linted", "fp8", quantization(lambda q: q.update(quant_method="gptq")), "gptq"),
+    (
+        "method-not-linted",
+        "fp8",
+        both(config(lambda c: c.pop("quantization_config")), sidecar("hf_quant_config.json", {"quantization": {}})),
+        "hf_quant_config.json",
+    ),
+    (
+        "format-unknown",
+        "fp8",
+        both(quantization(lambda q: q.update(format="mixed-precision")), group(lambda g: g.pop("format"))),
+        "group_0 has no format of its own, the config says mixed-precision",
+    ),
+    ("format-unknown", "fp8", both(quantization(lambda q: q.pop("format")), group(lambda g: g.pop("format"))), "None"),
+    (
+        "format-mismatch",
+        "w4a16",
+        lambda d: put(d, W1 + ".weight_zero_point", "I32", np.ones((16, 4), np.int32), beside=W1 + ".weight_packed"),
+        W1 + ".weight_zero_point: a zero point is stored",
+    ),
     ("format-unknown", "fp8", quantization(lambda q: q.update(format="int3-float")), "int3-float"),
     ("format-conflict", "fp8", quantization(lambda q: q.update(format="int-quantized")), "int-quantized"),
     (
@@ -216,13 +349,30 @@ CASES = [
     ("scale-missing", "w4a16", lambda d: drop(d, W1 + ".weight_shape"), W1 + ".weight_shape"),
     ("scale-missing", "nvfp4", lambda d: drop(d, W1 + ".weight_global_scale"), W1 + ".weight_global_scale"),
     ("scale-missing", "native", lambda d: drop(d, W1 + ".weight_scale"), W1 + ".weight_scale"),
+    ("scale-missing", "w4a16", weights(symmetric=False), W1 + ".weight_zero_point"),
+    ("scale-missing", "w4a16", weights(actorder="group"), W1 + ".weight_g_idx"),
+    ("scale-missing", "fp8", group(lambda g: g["input_activations"].pop("dynamic")), W1 + ".input_scale"),
+    (
+        "scale-missing",
+        "nvfp4",
+        group(lambda g: g.update(input_activations={"num_bits": 4, "type": "float", "dynamic": "local"})),
+        "activations are declared static, no input scale",
+    ),
     ("scale-missing", "fp8", static_but_one, W1 + ".input_scale"),
     ("scale-shape", "fp8", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((64, 1), np.float32)), W1),
     ("scale-shape", "fp8_block", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((2, 1), np.float32)), W1),
     ("scale-shape", "w4a16", lambda d: put(d, W1 + ".weight_scale", *fixtures.bf16(np.ones((128, 1)))), W1),
+    ("scale-shape", "native", lambda d: put(d, W1 + ".weight_scale", "U8", np.ones((4, 128), np.uint8)), "[4, 128]"),
+    ("scale-shape", "fp8", weights(strategy="tensor"), "needs [1]"),
+    ("scale-shape", "nvfp4", lambda d: put(d, W1 + ".weight_global_scale", "F32", np.ones(2, np.float32)), "F32 [2]"),
+    ("scale-shape", "nvfp4", lambda d: put(d, W1 + ".weight_global_scale", *fixtures.bf16(np.ones(1))), "BF16 [1]"),
+    ("not-a-matrix", "fp8", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones(128, np.uint8)), "shape [128]"),
+    ("not-a-matrix", "fp8", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((0, 128), np.uint8)), "shape [0, 128]"),
     ("scale-dtype", "native", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((128, 4), np.float32)), W1),
     ("scale-dtype", "nvfp4", lambda d: put(d, W1 + ".weight_scale", "F32", np.ones((128, 8), np.float32)), W1),
     ("weight-shape", "w4a16", lambda d: put(d, W1 + ".weight_shape", "I64", np.array([128, 256])), W1),
+    ("weight-shape", "w4a16", lambda d: put(d, W1 + ".weight_shape", "I64", np.array([], np.int64)), "I64 [0]"),
+    ("weight-shape", "w4a16", lambda d: put(d, W1 + ".weight_shape", "I32", np.array([128, 128], np.int32)), "I32 [2]"),
     ("indivisible", "fp8_block", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((192, 128), np.uint8)), "192x128"),
     (
         "indivisible",
@@ -244,6 +394,15 @@ CASES = [
         lambda d: put(d, W3 + ".weight_global_scale", "F32", np.full(1, 2, np.float32)),
         W3,
     ),
+    (
+        "global-scale-differs",
+        "nvfp4",
+        lambda d: [
+            put(d, f"{m}.weight_scale_2", "F32", np.full(1, n, np.float32), beside=m + ".weight_packed")
+            for n, m in ((1, W1), (2, W3))
+        ],
+        W3 + ".weight_scale_2",
+    ),
     ("kv-uncalibrated", "fp8", kv_scheme(), "scale=1.0"),
     ("kv-scheme-unsupported", "fp8", kv_scheme(num_bits=4), "4-bit"),
     ("kv-scale-missing", "fp8", kv_scales_in_some_layers, "layers.2"),
@@ -252,6 +411,15 @@ CASES = [
     ("scale-not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(np.inf)), "infinite"),
     ("scale-not-finite", "nvfp4", lambda d: edit_values(d, W1 + ".weight_scale", first(0x7F)), W1),
     ("scale-zero", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(0)), "1 of 128"),
+    ("scale-zero", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(-0.0)), "1 of 128"),
+    (
+        "scale-zero",
+        "fp8",
+        lambda d: put(d, W1 + ".weight_scale_2", "F32", np.zeros(1, np.float32), beside=W1 + ".weight"),
+        "1 of 1 scales are 0",
+    ),
+    ("scale-subnormal", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(1e-40)), "1 of 128 scales"),
+    ("scale-not-finite", "fp8", kv_scale_nan, "k_scale: 1 of 1 values are NaN"),
     ("scale-negative", "fp8", lambda d: edit_values(d, W1 + ".weight_scale", first(-1)), W1),
     ("not-finite", "fp8", lambda d: edit_values(d, W1 + ".weight", first(0x7F)), "1 of 16384 values are NaN"),
     (
@@ -260,6 +428,7 @@ CASES = [
         lambda d: edit_values(d, PREFIX + "layers.1.mlp_res_proj.weight", first(0x7FC0)),
         "mlp_res_proj",
     ),
+    ("not-finite", "fp8", lambda d: put(d, W1 + ".weight", "F8_E5M2", np.full((128, 128), 0x7C, np.uint8)), "infinite"),
     ("not-finite", "fp8", lambda d: edit_values(d, ATTENTION + "A_log", first(-np.inf)), "A_log"),
 ]  # fmt: skip
 
@@ -335,6 +504,42 @@ def test_headers_only_reads_no_tensor_bytes(checkpoint):
     assert errors(lint(directory)) and not errors(lint(directory, headers_only=True))
 
 
+ODD = (None, -1, True, "x", ["x", 7], {"a": 7}, float("nan"))
+
+
+def places_in(value, path=()):
+    """Every place in a JSON value, as keys to follow."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("form", ["native", "nvfp4", "w4a16"])
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_no_value_in_a_strangers_json_crashes_the_lint(checkpoint, form, name):
+    """Whatever stands there is a finding or is said to be unreadable, never a traceback."""
+    directory = checkpoint(form)
+    original = json.loads((directory / name).read_text())
+    if name == INDEX:
+        original["weight_map"] = dict(list(original["weight_map"].items())[:3])
+    for path in places_in(original):
+        for odd in ODD:
+            content = copy.deepcopy(original)
+            place = content
+            for key in path[:-1]:
+                place = place[key]
+            if path:
+                place[path[-1]] = odd
+            (directory / name).write_text(json.dumps(content if path else odd))
+            try:
+                found = lint(directory, headers_only=True)
+            except Unreadable as error:
+                assert name in str(error)
+            else:
+                assert all(finding.message and finding.remedy for finding in found)
+
+
 BASE_CASES = [
     ("base-missing", lambda d: drop(d, PREFIX + "norm.weight"), "norm.weight"),
     (
@@ -350,6 +555,15 @@ BASE_CASES = [
     ),
     ("shape-drift", lambda d: put(d, PREFIX + "norm.weight", *fixtures.bf16(np.ones(64))), "norm.weight"),
     ("shape-drift", lambda d: put(d, W1 + ".weight", "F8_E4M3", np.ones((64, 128), np.uint8)), W1),
+    ("dtype-drift", lambda d: put(d, ATTENTION + "A_log", *fixtures.bf16(np.ones(2))), "A_log"),
+    (
+        "dtype-drift",
+        lambda d: put(d, PREFIX + "layers.1.block_sparse_moe.gate.weight", "F16", np.ones((4, 128), np.float16)),
+        "gate.weight: stored as F16, in the base BF16",
+    ),
+    ("base-extra", lambda d: put(d, W1 + ".bias", "F32", np.ones(1, np.float32), beside=W1 + ".weight"), W1 + ".bias"),
+    ("aux-missing", lambda d: (d / "tokenizer_config.json").unlink(), "tokenizer_config.json: in the base, not here"),
+    ("bytes-drift", lambda d: edit_values(d, ATTENTION + "dt_bias", first(7)), "dt_bias"),
     ("bytes-drift", lambda d: edit_values(d, PREFIX + "norm.weight", first(7)), "norm.weight"),
     ("config-drift", config(lambda c: c["text_config"].update(hidden_size=1)), "$.text_config"),
     ("aux-missing", lambda d: (d / "chat_template.jinja").unlink(), "chat_template.jinja"),
@@ -364,6 +578,48 @@ def test_base_comparison(originals, checkpoint, rule, damage, names):
     damage(directory)
     found = [finding for finding in lint(directory, base=originals / "native") if finding.rule == rule]
     assert any(names in str(finding) for finding in found), found
+
+
+def test_what_stands_beside_a_quantized_weight_is_compared_too(tmp_path):
+    """The bias of a projection, as Qwen2 has it."""
+    base = fixtures.write_k3(tmp_path / "base")
+    fixtures.put(base, W1 + ".bias", *fixtures.bf16(np.ones(128)), beside=W1 + ".weight_packed")
+    tensors, changed = fixtures.requantize_roughly(reread(base), fixtures.model_config(), "fp8")
+    directory = fixtures.write_checkpoint(tmp_path / "fp8", tensors, changed)
+    assert errors(lint(directory, base=base)) == []
+    edit_values(directory, W1 + ".bias", first(7))
+    assert [(f.rule, f.tensor) for f in errors(lint(directory, base=base))] == [("bytes-drift", W1 + ".bias")]
+    put(directory, W1 + ".bias", "F32", np.ones(128, np.float32))
+    assert [(f.rule, f.tensor) for f in errors(lint(directory, base=base))] == [("dtype-drift", W1 + ".bias")]
+    drop(directory, W1 + ".bias")
+    assert [(f.rule, f.tensor) for f in errors(lint(directory, base=base))] == [("base-missing", W1 + ".bias")]
+
+
+def reread(directory):
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in fixtures.load(path).items()}
+
+
+def test_experts_that_are_left_as_they_were_hold_the_same_bytes(originals, checkpoint):
+    directory, base = checkpoint("native"), originals / "native"
+    assert errors(lint(directory, base=base)) == []
+    edit_values(directory, W1 + ".weight_packed", lambda codes: np.bitwise_xor(codes, 1, out=codes))
+    edit_values(directory, W3 + ".weight_scale", first(100))
+    drifted = [(f.rule, f.tensor) for f in errors(lint(directory, base=base))]
+    assert drifted == [("bytes-drift", W1 + ".weight_packed"), ("bytes-drift", W3 + ".weight_scale")]
+
+
+def test_a_pattern_that_does_not_compile_hides_no_other_finding(checkpoint):
+    directory = checkpoint("fp8")
+    quantization(lambda q: q["ignore"].extend(["re:.*(", "re:.*qkv_proj.*"]))(directory)
+    drop(directory, W1 + ".weight_scale")
+    assert {f.rule for f in lint(directory)} == {"pattern-invalid", "ignore-unmatched", "scale-missing"}
+
+
+def test_modelopt_may_say_it_twice(checkpoint):
+    directory = checkpoint("fp8")
+    config(lambda c: c.update(quantization_config={"quant_method": "modelopt_fp4"}))(directory)
+    sidecar("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}})(directory)
+    assert {f.rule for f in lint(directory)} == {"method-not-linted"}
 
 
 DOWN = PREFIX + "layers.1.block_sparse_moe.routed_expert_down_proj.weight"

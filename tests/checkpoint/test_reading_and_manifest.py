@@ -33,6 +33,11 @@ def test_a_checkpoint_knows_its_tensors_and_files(k3):
 def test_what_cannot_be_opened_says_why(tmp_path):
     with pytest.raises(Unreadable, match="no such directory"):
         Checkpoint.open(tmp_path / "absent")
+    with pytest.raises(Unreadable, match=": empty"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "README.md").write_text("")
+    with pytest.raises(Unreadable, match="README.md: a file; name the directory that holds it"):
+        Checkpoint.open(tmp_path / "README.md")
     with pytest.raises(Unreadable, match="config.json: no such file"):
         Checkpoint.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -41,6 +46,32 @@ def test_what_cannot_be_opened_says_why(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(Unreadable, match="has no weight_map"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("model-q4_k_m.gguf",), r"its weights are GGUF \(model-q4_k_m.gguf and 0 more\)"),
+        (("config.json", "pytorch_model-1.bin", "pytorch_model-2.bin"), r"\.bin files \(pytorch_model-1.bin and 1"),
+        (("config.json", "consolidated.00.pth"), r"\.pth files .*runs code when it is read.*safetensors"),
+        (("adapter_config.json", "adapter_model.safetensors"), "an adapter .*merge it into its base"),
+    ],
+)
+def test_a_model_in_another_container_is_named_and_never_opened(tmp_path, names, says):
+    for name in names:
+        (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(Unreadable, match=says):
+        Checkpoint.open(tmp_path)
+
+
+def test_pickles_beside_the_shards_are_not_auxiliary_files(tmp_path):
+    directory = fixtures.write_k3(tmp_path / "k3")
+    (directory / "original").mkdir()
+    for name in ("pytorch_model.bin", "original/consolidated.00.pth"):
+        (directory / name).write_bytes(b"x")
+    checkpoint = Checkpoint.open(directory)
+    assert checkpoint.other_weights == ("original/consolidated.00.pth", "pytorch_model.bin")
+    assert not set(checkpoint.other_weights) & set(checkpoint.auxiliary)
 
 
 def test_a_manifest_lists_every_file_but_itself_and_hidden_ones(k3):

@@ -192,7 +192,21 @@ def test_how_the_source_becomes_the_variant(k3):
     assert plan(k3, "b300x16", "native").requantization == "none: served as published"
     assert "look-up" in plan(k3, "b300x16", "fp8").requantization
     assert "dequantize" in plan(k3, "b300x16", "w4a16_gptq").requantization
-    assert "oneshot" in plan(configs.TINY_GQA, "cpu", "w4a16_gptq").requantization
+    assert "round to nearest" in plan(configs.TINY_GQA, "cpu", "w4a16").requantization
+
+
+@pytest.mark.parametrize("quant", ["w4a16_gptq", "w4a16_awq", "int8_sq", "nvfp4"])
+def test_what_the_engine_cannot_make_of_another_architecture_is_refused_here(quant):
+    result = plan(configs.TINY_GQA, "cpu", quant)
+    refusal = only(result, "source_format")
+    assert quant in refusal.message and result.requantization == "refused"
+    assert ("Kimi K3's layout only" in refusal.message) == (quant != "nvfp4")
+    assert refusal.alternative.startswith("quant ")
+
+
+def test_a_recipe_is_calibrated_by_what_it_says_not_by_its_key():
+    recipe = {"format": "w4a16", "group_size": 32, "calibration": {"method": "gptq"}}
+    assert "calibrated" in plan(configs.TINY_K3, "cpu", "mine", recipe=recipe).requantization
 
 
 def test_a_kv_cache_scheme_that_no_engine_reads(k3):
@@ -206,6 +220,60 @@ def test_an_ignore_pattern_that_matches_nothing(k3):
     config = copy.deepcopy(k3.config)
     config["text_config"]["quantization_config"]["ignore"].append("re:.*qkv_proj.*")
     assert "re:.*qkv_proj.*" in only(plan(config, "b300x8"), "ignore_pattern").message
+
+
+def test_an_ignore_pattern_that_does_not_compile(k3):
+    config = copy.deepcopy(k3.config)
+    config["text_config"]["quantization_config"]["ignore"].append("re:.*(")
+    assert "re:.*(" in only(plan(config, "b300x8"), "ignore_pattern").message
+
+
+@pytest.mark.parametrize("value", ["fp8", ["fp8"], 8])
+def test_a_quantization_config_that_is_none(k3, value):
+    config = copy.deepcopy(k3.config) | {"quantization_config": value}
+    with pytest.raises(Unreadable, match="quantization_config is .*expected a JSON object"):
+        plan(config, "b300x8")
+
+
+def places_in(value, path=()):
+    """Every place inside a JSON value, as keys to follow."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["native", "fp8", "gqa"])
+def test_no_value_in_a_strangers_config_crashes_the_plan(name):
+    """Whatever stands there is planned, refused or said to be unreadable, never a traceback."""
+    original = configs.TINY_GQA if name == "gqa" else configs.k3(name)
+    for path in places_in(original):
+        for odd in (None, -1, "re:(", ["x", 7], {"a": 7}, float("nan")):
+            config = copy.deepcopy(original)
+            place = config
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = odd
+            try:
+                assert plan(config, "cpu", "native", alternatives=False).verdict
+            except (Refused, Unreadable) as error:
+                assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": "7168"}, "text_config.hidden_size is '7168'"),
+        ({"num_attention_heads": 0}, "text_config.num_attention_heads is 0"),
+        ({"linear_attn_config": [3]}, r"linear_attn_config is \[3\], expected a JSON object"),
+        ({"quantization_config": {"ignore": "lm_head"}}, "ignore is 'lm_head', expected list"),
+    ],
+)
+def test_a_malformed_config_is_named(change, says):
+    config = configs.k3()
+    config["text_config"] |= change
+    with pytest.raises(Unreadable, match=says):
+        plan(config, "cpu")
 
 
 def test_a_batch_smaller_than_its_sequences():

@@ -5,7 +5,9 @@ written.
 import json
 import os
 import shutil
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from pipeline import files
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.lint import lint
-from pipeline.errors import Refused
+from pipeline.errors import Invalid, PipelineError, Refused
 from pipeline.quant import Recipe, engine, planning, streaming
 from tests.checkpoint import fixtures
 from tests.checkpoint.fixtures import EXPERT, PREFIX, edit_json, edit_values
@@ -257,6 +259,95 @@ def test_a_source_that_is_not_what_it_claims_is_refused_before_a_byte_is_written
     refuses(mine, tmp_path / "out", "int8_channel", says)
 
 
+def stale_scale(directory):
+    o_proj = PREFIX + "layers.2.self_attn.o_proj"
+    fixtures.put(directory, o_proj + ".weight_scale", "F32", np.ones((128, 1), np.float32), beside=o_proj + ".weight")
+
+
+def as_gptq(directory):
+    edit_json(directory, "config.json", lambda c: c["text_config"].pop("quantization_config"))
+    for path in directory.glob("*.safetensors"):
+        tensors = fixtures.load(path)
+        renamed = {name.replace("weight_packed", "qweight"): tensor for name, tensor in tensors.items()}
+        fixtures.save(path, {name: tensor for name, tensor in renamed.items() if not name.endswith("weight_scale")})
+    fixtures.write_index(directory)
+
+
+FOREIGN = {
+    "stale scale": (stale_scale, r"1 tensors have names that the output needs: .*o_proj\.weight_scale \(model-"),
+    "weight stored twice": (
+        lambda d: fixtures.put(d, W1 + ".weight", *fixtures.bf16(np.ones((128, 128))), beside=W1 + ".weight_packed"),
+        rf"{W1}\.weight_packed \({SHARD}\) is stored beside {W1}\.weight",
+    ),
+    "GPTQ without a config": (as_gptq, r"36 weights cannot be read.*\n.*qweight .* is packed as GPTQ or AWQ packs"),
+    "ModelOpt's own file": (
+        lambda d: (d / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}'),
+        r"already quantized, says hf_quant_config.json \(modelopt\)",
+    ),
+    "no rows": (
+        lambda d: [
+            fixtures.put(d, W1 + part, "U8", np.ones((0, width), np.uint8))
+            for part, width in ((".weight_packed", 64), (".weight_scale", 4))
+        ],
+        r"U8 \[0, 64\].*not MXFP4",
+    ),
+    "no config groups": (
+        lambda d: edit_json(
+            d, "config.json", lambda c: c["text_config"]["quantization_config"].update(config_groups=None)
+        ),
+        r"\$\.text_config\.quantization_config has no config_groups",
+    ),
+    "an ignore list that is none": (
+        lambda d: edit_json(
+            d, "config.json", lambda c: c["text_config"]["quantization_config"].update(ignore="lm_head")
+        ),
+        r"\$\.text_config\.quantization_config\.ignore: 'lm_head', expected list",
+    ),
+    "a shard of another folder": (
+        lambda d: edit_json(
+            d,
+            "model.safetensors.index.json",
+            lambda i: i["weight_map"].update({W1 + ".weight_packed": "../x.safetensors"}),
+        ),
+        r"\.\./x\.safetensors: in the index, not on disk",
+    ),
+    "a pointer of Git LFS": (
+        lambda d: (d / SHARD).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        f"{SHARD}: a Git LFS pointer",
+    ),
+    "only a pickle": (
+        lambda d: [path.rename(path.with_suffix(".bin")) for path in d.glob("model*")],
+        r"its weights are \.bin files .*not opened",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_what_other_tools_leave_is_refused_before_a_byte_is_written(mine, tmp_path, fault):
+    damage, says = FOREIGN[fault]
+    damage(mine)
+    with pytest.raises(PipelineError, match=says):
+        engine.requantize(mine, tmp_path / "out", Recipe("fp8_block", "dense_too"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_pickles_beside_the_shards_are_not_carried(mine, tmp_path):
+    (mine / "pytorch_model.bin").write_bytes(b"x")
+    engine.requantize(mine, tmp_path / "out", Recipe("fp8_block"))
+    assert not (tmp_path / "out/pytorch_model.bin").exists()
+    assert not [finding for finding in lint(tmp_path / "out", base=mine) if finding.severity == "error"]
+
+
+def test_mxfp4_is_taken_for_bf16_whatever_the_config_says(mine, tmp_path, k3):
+    """llm-compressor dequantizes to bf16; fp16 scales would overflow."""
+    edit_json(mine, "config.json", lambda c: c["text_config"].update(dtype="float16"))
+    for recipe in (Recipe("w4a16"), Recipe("fp8_channel", scale="amax")):
+        engine.requantize(mine, tmp_path / "half", recipe)
+        engine.requantize(k3, tmp_path / "plain", recipe)
+        ours, plain = reference.tensors_of(tmp_path / "half"), reference.tensors_of(tmp_path / "plain")
+        assert all((ours[n][0], ours[n][1].tobytes()) == (plain[n][0], plain[n][1].tobytes()) for n in plain)
+
+
 def test_indivisible_columns_are_refused_with_the_number(mine, tmp_path):
     for parameter, width in (("weight_packed", 48), ("weight_scale", 3)):
         fixtures.put(mine, f"{W1}.{parameter}", "U8", np.full((128, width), 120, np.uint8))
@@ -297,6 +388,122 @@ def test_source_and_target_must_differ_and_workers_be_positive(mine):
             engine.requantize(mine, mine, Recipe(form))
     with pytest.raises(Refused, match="workers 0"):
         engine.requantize(mine, mine.parent / "x", Recipe("fp8_block"), workers=0)
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "native"])
+def test_source_and_target_must_not_lie_in_each_other(mine, tmp_path, form):
+    """A target is replaced as a whole: one around the source would take the source with it."""
+    before = hashes(mine)
+    for target in (mine / "out", mine / "deep/er", tmp_path, mine / ".." / "source"):
+        with pytest.raises(Refused, match="lies inside the other|same directory"):
+            engine.requantize(mine, target, Recipe(form))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(Refused, match="lies inside the other"):
+        engine.requantize(mine, link, Recipe(form))
+    assert hashes(mine) == before
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "native"])
+def test_a_target_that_holds_something_else_is_not_replaced(k3, tmp_path, form):
+    target = tmp_path / "out"
+    target.write_text("precious")
+    with pytest.raises(Refused, match="out: a file; choose another target"):
+        engine.requantize(k3, target, Recipe(form))
+    target.unlink()
+    target.mkdir()
+    (target / "thesis.tex").write_text("precious")
+    with pytest.raises(Refused, match=r"holds 1 files \(thesis.tex ...\) that no run of this program wrote"):
+        engine.requantize(k3, target, Recipe(form))
+    assert (target / "thesis.tex").read_text() == "precious"
+    (target / "thesis.tex").unlink()
+    engine.requantize(k3, target, Recipe(form))
+    engine.requantize(k3, target, Recipe("w4a16"))
+    assert not lint(target)
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "native"])
+def test_a_target_that_cannot_be_written_is_refused(k3, tmp_path, form):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="file.*: Not a directory"):
+        engine.requantize(k3, tmp_path / "file/out", Recipe(form))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up_in_the_middle_is_told_and_resumed(k3, tmp_path, monkeypatch, workers):
+    original = streaming.Writer.write
+
+    def full(self, data):
+        if self.path.name.startswith("model-00003") and self.size > 5000:
+            self._file.close()
+            self._file = open("/dev/full", "wb", buffering=0)
+        original(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.Writer, "write", full)
+        with pytest.raises(Refused, match=r"model-00003.*: No space left on device within its .*run again"):
+            engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"), workers=workers)
+    assert not (tmp_path / "out").exists()
+    report = engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"))
+    if workers == 1:  # else the run may end while another shard is still waiting for a worker
+        assert (report["run"]["shards_done"], report["run"]["shards_resumed"]) == (1, 2)
+    assert not lint(tmp_path / "out")
+
+
+def test_a_worker_that_the_kernel_kills_is_told_and_resumed(k3, tmp_path, monkeypatch):
+    original = engine.convert_shard
+
+    def killed(source, target, shard, *rest):
+        if shard.name == SHARD:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(source, target, shard, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "convert_shard", killed)
+        with pytest.raises(Invalid, match="a worker process was killed .*run again to resume, with fewer workers"):
+            engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"), workers=2)
+    assert not (tmp_path / "out").exists()
+    engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"))
+    assert not lint(tmp_path / "out") and sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_shard_that_grows_while_it_is_read_is_refused(mine, tmp_path, monkeypatch):
+    original = engine.convert_shard
+
+    def growing(source, target, shard, *rest):
+        result = original(source, target, shard, *rest)
+        with open(source / shard.name, "ab") as stream:
+            stream.write(b"more")
+        return result
+
+    monkeypatch.setattr(engine, "convert_shard", growing)
+    with pytest.raises(Refused, match="model-00001.*: changed while it was read; let its writer finish"):
+        engine.requantize(mine, tmp_path / "out", Recipe("fp8_block"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_refused(k3, tmp_path):
+    listed = manifest.build(k3)
+    listed["files"] = [entry for entry in listed["files"] if entry["name"] != SHARD]
+    with pytest.raises(Refused, match=rf"{SHARD} and 0 more shards are not in the source's manifest"):
+        engine.requantize(k3, tmp_path / "out", Recipe("fp8_block"), source_manifest=listed)
+
+
+def test_who_waited_for_the_lock_of_a_finished_run_takes_a_new_one(k3, tmp_path):
+    """The finished run removed the directory with the lock file that the other one waits for."""
+    work, order = tmp_path / ".out.partial", []
+
+    def wait_and_run():
+        order.append(engine.requantize(k3, tmp_path / "out", Recipe("w4a16"))["recipe"]["format"])
+
+    with engine._locked(work):
+        waiting = threading.Thread(target=wait_and_run)
+        waiting.start()
+        time.sleep(0.3)
+        shutil.rmtree(work)
+        (work / engine.RECORDS).mkdir(parents=True)
+    waiting.join()
+    assert order == ["w4a16"] and not lint(tmp_path / "out")
 
 
 def test_two_writers_of_one_target_do_not_mix(k3, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from pipeline.checkpoint.lint import lint
 from pipeline.quant import Recipe, engine, fp8, int8
 from tests.checkpoint import fixtures
 from tests.quant import reference
@@ -106,6 +107,45 @@ def test_an_expert_of_zeros_has_finite_scales_and_stays_zero(tmp_path, recipe):
     dtype, scale = after[module + ".weight_scale"]
     assert np.isfinite(reference.floats(dtype, scale)).all() and (reference.floats(dtype, scale) > 0).all()
     assert not reference.matrix(after, module).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=label)
+@pytest.mark.parametrize("exponent", [0, 1, 127, 254])
+def test_an_expert_of_zeros_may_carry_any_exponent(tmp_path, recipe, exponent):
+    """Quantizers write 0 (2^-127) there; NVFP4's global scale for that would be 2^135, which is infinite."""
+    source = fixtures.write_k3(tmp_path / "source")
+    for name in ("w1", "w2", "w3"):
+        module = fixtures.EXPERT.format(layer=1, expert=0, name=name)
+        fixtures.edit_values(source, module + ".weight_packed", lambda v: v.fill(0x80))
+        fixtures.edit_values(source, module + ".weight_scale", lambda v: v.fill(exponent))
+    engine.requantize(source, tmp_path / "out", recipe)
+    assert [f for f in lint(tmp_path / "out", base=source) if f.severity == "error"] == []
+    after = reference.tensors_of(tmp_path / "out")
+    for name in ("w1", "w2", "w3"):
+        assert not reference.matrix(after, fixtures.EXPERT.format(layer=1, expert=0, name=name)).any()
+
+
+@pytest.mark.parametrize("exponent", [0, 8, 9, 10, 253])
+def test_nvfp4_is_exact_at_both_ends_of_the_exponents(tmp_path, exponent):
+    source = fixtures.write_k3(tmp_path / "source")
+    for name in ("w1", "w3"):
+        module = fixtures.EXPERT.format(layer=1, expert=0, name=name)
+        fixtures.edit_values(source, module + ".weight_packed", lambda v: v.__iand__(0xBB))  # at most 1.5: finite
+        fixtures.edit_values(source, module + ".weight_scale", lambda v: v.fill(exponent))
+    engine.requantize(source, tmp_path / "out", Recipe("nvfp4"))
+    before, after = reference.tensors_of(source), reference.tensors_of(tmp_path / "out")
+    overall = after[module + ".weight_global_scale"][1]
+    assert np.isfinite(overall).all() and np.isfinite(1 / overall).all() and 1 / overall[0] >= 2.0**-126
+    assert np.array_equal(reference.matrix(before, module), reference.matrix(after, module))
+
+
+def test_the_spread_is_reported_where_exponents_are_extreme(tmp_path):
+    source = fixtures.write_k3(tmp_path / "source")
+    fixtures.edit_values(
+        source, fixtures.EXPERT.format(layer=1, expert=0, name="w2") + ".weight_scale", lambda v: v[0].__setitem__(0, 3)
+    )
+    report = engine.requantize(source, tmp_path / "out", Recipe("int8_channel"))
+    assert 110 <= report["damage"]["total"]["largest_exponent_spread"] <= 117
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,31 @@ def test_after_a_reboot_an_output_must_prove_itself_by_hash(interrupted, uninter
     assert report["run"]["shards_resumed"] == 1 and report["files"] == uninterrupted
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"recipe_sha256": '])
+def test_a_record_that_cannot_be_read_is_no_record(interrupted, uninterrupted, text):
+    source, target, calls = interrupted
+    (target.parent / f".{target.name}.partial" / engine.RECORDS / f"{calls[0]}.json").write_text(text)
+    report = engine.requantize(source, target, RECIPE)
+    assert report["run"]["shards_resumed"] == 1 and report["files"] == uninterrupted
+
+
+def test_what_a_kill_leaves_under_a_temporary_name_is_not_carried_into_the_target(interrupted):
+    source, target, _ = interrupted
+    output = target.parent / f".{target.name}.partial" / engine.OUTPUT
+    (output / ".model-99999-of-99999.safetensors.tmp").write_bytes(b"x")
+    (output / ".config.json.abc.tmp").write_bytes(b"x")
+    engine.requantize(source, target, RECIPE)
+    assert not list(target.glob(".*"))
+
+
+def test_a_target_that_waited_to_be_replaced_when_the_run_was_killed_is_removed(k3, tmp_path):
+    engine.requantize(k3, tmp_path / "out", Recipe("w4a16"))
+    shutil.copytree(tmp_path / "out", tmp_path / ".out.replaced")
+    (tmp_path / ".out.partial").mkdir()
+    assert engine.requantize(k3, tmp_path / "out", Recipe("w4a16"))["run"]["shards_done"] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
 def test_left_overs_of_an_earlier_attempt_are_not_carried_into_the_target(interrupted):
     source, target, _ = interrupted
     output = target.parent / f".{target.name}.partial" / engine.OUTPUT
