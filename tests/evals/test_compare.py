@@ -261,6 +261,13 @@ def test_questions_about_one_document_count_as_one():
     assert together["effective_n"] < alone["effective_n"] / 3 and together["lower"] < alone["lower"]
 
 
+def test_much_better_than_native_is_a_question_not_an_improvement():
+    result = compare(run(noisy(0.7, 3)), run(), GATES)
+    assert result["verdict"] == "pass"
+    assert any(alarm.startswith("overall: better than native by more than the margin") for alarm in result["alarms"])
+    assert not compare(run(noisy(0.98, 1)), run(noisy(0.98, 2)), GATES)["alarms"], "chance is none"
+
+
 def test_alarms_never_decide():
     alarming = {"status": "valid", "kl_mean": 0.5, "top1_agreement": 0.95, "top1_decided": 0.7}
     result = compare(run(), run(), GATES, fidelity=alarming)
