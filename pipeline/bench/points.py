@@ -117,7 +117,7 @@ class Points:
         if not answer["ok"]:
             self.server.check(f"benching {load.name}")
             raise Invalid(f"vllm bench serve failed at {load.name}: {answer['error']}")
-        raw = read_json(path)
+        raw = read_json(path, finite=True)
         if raw.get("completed") != prompts:
             self.server.check(f"benching {load.name}")
         return raw, answer

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.bench import BenchSettings, bench, runner
+from pipeline.errors import Refused
 from pipeline.files import write_json
 from pipeline.serve import ServerDied, ServerSettings
 from tests.bench.conftest import make_run
@@ -25,6 +26,7 @@ class Server:
     pid, model, base_url = os.getpid(), "tiny", "http://127.0.0.1:1"
     effective = {"block_size": 256}
     load = {"load_s": 1.0}
+    max_model_len = 64
 
     def __init__(self, checkpoint: Path) -> None:
         self.settings = ServerSettings(model=checkpoint, served_name="tiny")
@@ -98,6 +100,12 @@ def test_order_of_a_bench(measure):
     assert len(set(seeds)) == len(seeds) == 8, "no two runs, warm or timed, share a seed"
     assert result["status"] == "valid" and result["output_tok_s"] == 30 and result["checkpoint_id"] == "abc"
     json.dumps(result, allow_nan=False)
+
+
+def test_requests_that_the_server_cannot_take_are_refused_before_the_first(measure):
+    """Each would fail, or be cut; so would the points that fit."""
+    with pytest.raises(Refused, match=r"requests of up to 69 tokens .*input_len 60.* longer than the 64.*max-model-len"):
+        measure(STEADY, dataclasses.replace(SETTINGS, input_len=60))
 
 
 def test_a_warm_workload_keeps_its_cache(measure):
