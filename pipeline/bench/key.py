@@ -57,6 +57,7 @@ def compare(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
         "ratios": ratios,
         "ranges": {name: found for name in ratios if (found := _range(name, base, other))},
         "break_even_concurrency": break_even(base, other),
+        "emulated": bool(base.get("emulated") or other.get("emulated")),
     }
 
 

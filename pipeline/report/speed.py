@@ -39,7 +39,7 @@ def _cells(speed: dict[str, Any]) -> list[str]:
 def _ratio(name: str, speed: dict[str, Any]) -> str:
     if name not in speed["ratios"]:
         return "—"
-    told = f"{speed['ratios'][name]:.2f}x"
+    told = f"{speed['ratios'][name]:.2f}x" + (" emulated" if speed["emulated"] else "")
     if (between := speed["ranges"].get(name)) is not None:
         told += f" ({between[0]:.2f} to {between[1]:.2f})"
     return told

@@ -142,6 +142,8 @@ def test_speed_against_native_comes_with_its_break_even():
     assert "| int8-auto | 1.50x (0.80 to 2.00) | 1.00x | 1.00x | 8 |" in lines
     assert "| fp8-auto | not comparable | not comparable | not comparable | not comparable |" in lines
     assert any(line.startswith("- fp8-auto: not comparable, kernels of mxfp4 are emulated") for line in lines)
+    other_cache = key.compare(BENCH | {"emulated": ["mxfp4"]}, BENCH | {"emulated": ["mxfp4"], "output_tok_s": 2.0})
+    assert any("| 2.00x emulated |" in line for line in speed.section({"native-fp8": {"speed": other_cache}})), "and says so"
     assert speed.section({"native-auto": {"verdict": "reference"}}) == []
 
 
