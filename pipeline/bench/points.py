@@ -58,9 +58,12 @@ class Points:
             saved = read_json(path) if path.exists() else {}
             if saved.get("key") != self.key:
                 break
-            run = guards.Run(
-                **saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")}
-            )
+            try:
+                run = guards.Run(
+                    **saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")}
+                )
+            except (KeyError, TypeError):  # kept by another version of this program
+                break
             if guards.check_run(run, self.settings):
                 break
             kept.append(run)

@@ -88,15 +88,17 @@ def _goodput(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _energy(runs: Sequence[Run], reason: str | None) -> dict[str, Any]:
-    joules = [run.energy_j for run in runs]
+    joules, tokens = [run.energy_j for run in runs], [sum(run.raw["output_lens"]) for run in runs]
     if not joules or None in joules:
-        reason = reason or "a counter could not be read in every run"
-        return {"energy_j_per_output_token": None, "energy_reason": reason}
-    tokens = [sum(run.raw["output_lens"]) for run in runs]
-    return {
-        "energy_j_per_output_token": statistics.median(j / n for j, n in zip(joules, tokens)) if all(tokens) else None,
-        "energy_reason": None,
-    }
+        reason = reason or "a counter could not be read, or did not move, in every run"
+    elif not all(tokens):
+        reason = "no token was generated"
+    else:
+        return {
+            "energy_j_per_output_token": statistics.median(j / n for j, n in zip(joules, tokens)),
+            "energy_reason": None,
+        }
+    return {"energy_j_per_output_token": None, "energy_reason": reason}
 
 
 def _cost(summary: Mapping[str, Any], price_usd_per_hour: float | None) -> dict[str, Any]:

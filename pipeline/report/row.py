@@ -25,6 +25,7 @@ def build_row(
         "accuracy": evaluation["accuracy"],
         "accuracy_stderr": evaluation["accuracy_stderr"],
         "items": evaluation["n"],
+        "dataset_key": evaluation.get("dataset_key"),
         "tensor_parallel_size": (evaluation.get("conditions") or {}).get("tensor_parallel_size"),
         "kl_to_native": fidelity.get("kl_mean"),
         "top1_agreement": fidelity.get("top1_agreement"),

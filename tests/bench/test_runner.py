@@ -145,6 +145,16 @@ def test_finished_runs_are_not_measured_again(measure):
     assert result["status"] == "valid" and result["per_concurrency"]["1"]["output_tok_s_max"] == 10.2
 
 
+def test_runs_that_another_version_kept_are_measured_again(measure, tmp_path):
+    measure(STEADY)
+    for path in (tmp_path / "out" / "runs").glob("*-r?.json"):
+        kept = json.loads(path.read_text())
+        kept["run"]["a field of another version"] = 1
+        write_json(path, kept)
+    _, events = measure(STEADY)
+    assert sum(event.startswith("timed") for event in events) == 6
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"output_len": 9}, {"cache": "warm"}])
 def test_runs_of_another_workload_are_not_reused(measure, change):
     measure(STEADY)
