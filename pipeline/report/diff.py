@@ -100,9 +100,10 @@ def differences(before: Side, after: Side) -> list[tuple[str, list[str], str, st
 
     questions = _other_questions(before["evals"], after["evals"])
     tell("accuracy", "accuracy", "{:.3f}".format, lambda a, b: f"{b - a:+.3f}", questions)
-    speed = key.compare(before["bench"], after["bench"])["reason"]
+    speed = key.compare(before["bench"], after["bench"])
     for name, figure in SPEEDS.items():
-        tell(name, figure, "{:.1f}".format, _percent, speed)
+        between = (speed["ranges"] or {}).get(name)
+        tell(name, figure, "{:.1f}".format, lambda a, b: _percent(a, b) + _range(between), speed["reason"])
     for name, (figure, show) in MEMORY.items():
         tell(name, figure, show, _percent, None)
     return found
@@ -110,6 +111,11 @@ def differences(before: Side, after: Side) -> list[tuple[str, list[str], str, st
 
 def _percent(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}" if before else "—"
+
+
+def _range(ratios: list[float] | None) -> str:
+    """The lowest and highest change between any two repeats: what a change of medians is worth."""
+    return "" if ratios is None else " ({:+.1%} to {:+.1%})".format(*(ratio - 1 for ratio in ratios))
 
 
 def _other_questions(before: dict[str, Any], after: dict[str, Any]) -> str | None:

@@ -149,15 +149,17 @@ def test_speed_against_native_comes_with_its_break_even():
 
 def test_a_diff_is_told_only_where_both_sides_were_measured_alike():
     evaluation = EVALUATION | {"dataset_key": "d"}
-    before = {"fp8-auto": {"variants": ROW, "evals": evaluation, "bench": BENCH}}
+    repeats = {"values": {"output_tok_s": [100.0, 125.0]}}
+    before = {"fp8-auto": {"variants": ROW, "evals": evaluation, "bench": BENCH | repeats}}
 
     def told(**changes):
         changed = ROW | {"accuracy": 0.9, "output_tok_s": 246.8, "weight_bytes": 3 << 20}
-        after = {"fp8-auto": {"variants": changed, "evals": evaluation, "bench": BENCH} | changes}
+        after = {"fp8-auto": {"variants": changed, "evals": evaluation, "bench": BENCH | repeats} | changes}
         return "\n".join(diff.markdown("main", before, after))
 
     same = told()
-    assert "| fp8-auto | accuracy | 0.958 | 0.900 | -0.058 |" in same and "| output tok/s | 123.4 | 246.8 | +100.0% |" in same
+    assert "| fp8-auto | accuracy | 0.958 | 0.900 | -0.058 |" in same
+    assert "| 123.4 | 246.8 | +100.0% (-20.0% to +25.0%) |" in same
     assert "| weights | 6.00 MiB | 3.00 MiB | -50.0% |" in same and "TTFT" not in same
     elsewhere = told(bench=ELSEWHERE)
     assert "| output tok/s | 123.4 | 246.8 | not comparable |" in elsewhere and "-50.0%" in elsewhere
