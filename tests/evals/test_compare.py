@@ -1,6 +1,7 @@
 """Verdicts over canned sample pairs: harm, noise, churn, hidden harm, and everything that must not be compared."""
 
 import gc
+import json
 import random
 
 import pytest
@@ -356,6 +357,10 @@ def test_samples_that_cannot_be_read_name_the_line(tmp_path):
         load_run(path)
     path.write_text('{"kind": "header"}\n{"id": 1}\n')
     with pytest.raises(Unreadable, match="line 2: lacks"):
+        load_run(path)
+    row = json.dumps(sample("single", 512, 0, True) | {"outcome": "fine"})
+    path.write_text('{"kind": "header"}\n' + row + "\n")
+    with pytest.raises(Unreadable, match="line 2: outcome 'fine' is none of correct, incorrect"):
         load_run(path)
     path.write_text('{"id": 1}\n')
     with pytest.raises(Unreadable, match="header"):
