@@ -23,6 +23,7 @@ COMMANDS = {
     "tune": ("core", "pipeline.tuning.cli", "find the server settings: one at a time, then the winner in pairs"),
     "gate": ("core", "pipeline.evals.gate_cli", "may these variants be shipped?"),
     "report": ("core", "pipeline.report.cli", "write the comparison table and its pictures again"),
+    "diff": ("core", "pipeline.report.diff", "what changed since a revision, where both sides were measured alike"),
     "config": ("core", "pipeline.config", "compose conf/ into params.yaml"),
     "env": (None, "pipeline.env", "list, make, run and remove the environments"),
 }

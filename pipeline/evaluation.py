@@ -14,7 +14,7 @@ from pipeline.serve import errors
 from pipeline.serve.process import guardians, still_wanted
 from pipeline.serve.server import running
 from pipeline.serve.settings import ServerSettings
-from pipeline.serving import check_scales, variant_settings
+from pipeline.serving import check_dtypes, check_scales, variant_settings
 from pipeline.variant import Variant
 
 TRIES = 2
@@ -45,9 +45,9 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
     print(f"evaluate: {label}: asking only what is shorter than {length}", file=sys.stderr, flush=True)
     try:
         return _once(name, settings, samples, label, below=length)
-    except _Died:
+    except _Died as death:  # its result is of the answers that now lie beside it
         _stop_unless_wanted(wanting, label)
-        return result
+        return death.result
 
 
 def _stop_unless_wanted(wanting: list[list[int]], label: str) -> None:
@@ -86,6 +86,7 @@ def _once(name: str, settings: EvalSettings, samples: Path, label: str, below: i
     partial = None
     try:
         with running(request, Path("data/logs") / f"evaluate-{label}.log") as server:
+            check_dtypes(request, server.effective)
             check_scales(read_json(f"metrics/kv/{name}.json")["label"], server.effective["kv_scales"])
             serving = {"requested": request.requested(), "effective": server.effective, "load_s": server.load_s}
             try:

@@ -35,9 +35,11 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say which file
         raise
 
 
@@ -56,16 +58,24 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path | str) -> Any:
-    """Parse one JSON file.  Raises :class:`Unreadable` naming the file and the place where parsing stopped."""
+def read_json(path: Path | str, *, finite: bool = False) -> Any:
+    """Parse one JSON file.  Raises :class:`Unreadable` naming the file and the place where parsing stopped.
+
+    ``finite``: refuse NaN and infinity as well, which JSON has not and Python reads.  A comparison with NaN is never
+    true, so that a guard would pass it; no stage of ours writes one.
+    """
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes(), parse_constant=_no_number if finite else None)
     except FileNotFoundError:
         raise Unreadable(f"{path}: no such file") from None
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise Unreadable(f"{path}: not valid JSON ({error})") from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
 
 
 def sha256_file(path: Path | str) -> str:

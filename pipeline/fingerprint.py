@@ -86,8 +86,9 @@ def probe(machine: Hardware, *, root: Path = Path("/")) -> tuple[dict[str, Any],
             "(K3Q_LAUNCH, e.g. `srun --gpus-per-node=8`)."
         )
     locked = env_facts.locked_versions(machine.server_env)
+    compute = with_plugin_code(packages, machine.server_env)
     software = {
-        "packages": {name: version for name, version in sorted(packages.items()) if SERVER_PACKAGES.fullmatch(name)},
+        "packages": {name: version for name, version in sorted(compute.items()) if SERVER_PACKAGES.fullmatch(name)},
         "client_packages": client_packages(),
         "differs_from_lock": {
             name: {"installed": packages.get(name), "locked": version}
@@ -187,6 +188,17 @@ def gpu_problems(machine: Hardware, gpus: list[Gpu]) -> list[str]:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def with_plugin_code(packages: Mapping[str, str], environment: str) -> dict[str, str]:
+    """``packages`` with a hash of its code in the plugin's version: it is changed in place, and answers change with it.
+
+    The server refuses an environment whose plugin is not this tree's, so the tree's is the one that measures.
+    """
+    plugin = env_facts.normalized(Path(env_facts.spec_of(environment).plugin or "").name)
+    if plugin not in packages:
+        return dict(packages)
+    return {**packages, plugin: f"{packages[plugin]}+{env_facts.expected_plugin_stamp(environment)[:12]}"}
 
 
 def client_packages() -> dict[str, str]:

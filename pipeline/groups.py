@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict, PositiveFloat, StrictBool
 
-from pipeline.bench.settings import BenchSettings
+from pipeline.bench.settings import parse as parse_bench
 from pipeline.evals.settings import parse as parse_eval
 from pipeline.evals.settings import parse_gates
 from pipeline.kv_calibration import Calibration
@@ -29,7 +29,7 @@ class Model(Group):
     path: str
     repo: str | None
     revision: str | None
-    trust_remote_code: bool
+    trust_remote_code: StrictBool
     reference_scores: str | None
     cache_below_gib: PositiveFloat
 
@@ -72,7 +72,7 @@ class Kv(Group):
 class Serve(Group):
     """What may be served."""
 
-    allow_untested: bool = False
+    allow_untested: StrictBool = False
 
 
 GROUPS: dict[str, Callable[[Any], Any]] = {
@@ -82,6 +82,6 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
     "kv": Kv.model_validate,
     "serve": Serve.model_validate,
     "eval": parse_eval,
-    "bench": BenchSettings.from_params,
+    "bench": parse_bench,
     "gates": parse_gates,
 }

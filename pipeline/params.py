@@ -15,14 +15,22 @@ from pipeline.errors import Unreadable
 PARAMS = Path("params.yaml")
 
 
-def load(group: str, path: Path | str = PARAMS) -> Any:
-    """One group of params.yaml, e.g. ``load("eval")``.  Raises :class:`Unreadable` when the file or the group is missing."""
+def read(path: Path | str = PARAMS) -> dict[str, Any]:
+    """The whole of params.yaml.  Raises :class:`Unreadable` when it is missing or holds no groups."""
     try:
-        params = yaml.safe_load(Path(path).read_text())
+        params = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unreadable(f"{path}: no such file; `python3 -m pipeline config` composes it from conf/") from None
-    except yaml.YAMLError as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise Unreadable(f"{path}: not valid YAML ({error})") from None
-    if not isinstance(params, dict) or group not in params:
+    if not isinstance(params, dict):
+        raise Unreadable(f"{path}: holds no groups; `python3 -m pipeline config` composes it from conf/")
+    return params
+
+
+def load(group: str, path: Path | str = PARAMS) -> Any:
+    """One group of params.yaml, e.g. ``load("eval")``.  Raises :class:`Unreadable` when file or group is missing."""
+    params = read(path)
+    if group not in params:
         raise Unreadable(f"{path}: has no group {group!r}; `python3 -m pipeline config` composes it from conf/")
     return params[group]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline import params, store
 from pipeline.errors import Invalid, Refused
+from pipeline.kv_label import UNQUANTIZED
 from pipeline.plan import hardware as machines
 from pipeline.plan.hardware import Hardware
 from pipeline.serve.settings import ServerSettings
@@ -49,6 +50,23 @@ def check_scales(label: str, effective: dict[str, Any]) -> None:
     wanted, told = LABELS.get(label), effective["label"]
     if wanted and told and told != wanted:
         raise Invalid(f"the KV cache's scales are labelled {label!r}, the server's workers say {told!r}")
+
+
+def check_dtypes(request: ServerSettings, effective: dict[str, Any]) -> None:
+    """Raise :class:`Invalid` where a server caches in another dtype than it was asked to, as far as it tells.
+
+    An engine may fall back to its model's dtype without a word, or take ``auto`` for what the checkpoint's config says.
+    """
+    asked, told = request.kv_cache_dtype, effective.get("kv_cache_dtype")
+    if told and _stored(told) != _stored(asked):
+        raise Invalid(f"the KV cache was asked for in {asked}, the server says {told}: figures under a wrong name")
+    asked, told = request.state_dtype, effective.get("state_dtype")
+    if told and asked not in ("auto", told):
+        raise Invalid(f"the recurrent state was asked for in {asked}, the server says {told}")
+
+
+def _stored(dtype: str) -> str:
+    return "unquantized" if dtype in UNQUANTIZED else {"fp8": "fp8_e4m3"}.get(dtype, dtype)
 
 
 def machine() -> Hardware:

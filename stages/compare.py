@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import params, stage
+from pipeline.bench import key
 from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare, noise
 from pipeline.evals.fidelity import FILE, compare_logprobs
@@ -31,7 +32,9 @@ def main(name: str) -> None:
         comparison["noise"] = itself | {"fidelity": distance(native, AGAIN)}
     else:
         comparison = compare(native / SAMPLES, ours / SAMPLES, gates, fidelity=distance(native, ours), noise=itself)
-    bench = read_json(f"metrics/bench/{name}.json")
+    reference_bench, bench = (read_json(f"metrics/bench/{each}.json", finite=True) for each in (REFERENCE.name, name))
+    if variant != REFERENCE:
+        comparison["speed"] = key.compare(reference_bench, bench) | {"unlike": key.unlike(reference_bench, bench)}
     machine = hardware.parse(params.load("hardware"), "params.yaml, hardware")
     recipe = params.load("quant")["schemes"][variant.quant]
     expected = predicted(model["path"], machine, variant.quant, variant.kv, recipe=recipe)
@@ -40,7 +43,7 @@ def main(name: str) -> None:
     comparison["memory_parts"] = by_rank(expected, bench["memory"])
     comparison["memory_findings"] = [str(figure) for figure in figures if figure.beyond]
     row = build_row(
-        read_json(f"metrics/evals/{name}.json"),
+        read_json(f"metrics/evals/{name}.json", finite=True),
         bench,
         read_json(f"metrics/kv/{name}.json"),
         read_json(f"metrics/quantize/{variant.quant}.json"),

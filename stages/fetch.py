@@ -1,13 +1,17 @@
-"""metrics/source.json: which files the source model consists of.  Downloads only what is missing."""
+"""metrics/source.json: which files the source model consists of.  Downloads only what is missing.
+
+The first stage of every run, so it also checks all of params.yaml: a misspelt key stops here, not after an evaluation.
+"""
 
 from pathlib import Path
 
-from pipeline import params, source, stage
+from pipeline import config, params, source, stage
 from pipeline.errors import Unreadable
 from pipeline.files import sha256_json, write_json
 
 
 def main() -> None:
+    config.check(params.read())
     model = params.load("model")
     folder = Path(model["path"])
     if missing := source.missing_shards(folder):

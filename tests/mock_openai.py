@@ -59,6 +59,10 @@ class Behaviour:
     """A streamed answer sends so many tokens, then an error object *inside* the 200 stream."""
     stream_error_every: int = 1
     """Only each n-th generation has the stream error."""
+    cut_stream_after: int | None = None
+    """A streamed answer sends so many tokens, then its connection is reset."""
+    stream_usage: bool = True
+    """False: a stream ends without the usage that was asked for."""
     drop_idle_s: float | None = None
     """Keep-alive sockets idle for so long are closed without notice."""
     drop_requests: tuple[int, ...] = ()
@@ -315,6 +319,10 @@ class Handler(BaseHTTPRequestHandler):
         for index, piece in enumerate(answer.pieces):
             if failing and index >= behaviour.stream_error_after:
                 break
+            if index == behaviour.cut_stream_after:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
             if index:
                 time.sleep(behaviour.token_s)
             last = index == len(answer.pieces) - 1
@@ -340,7 +348,7 @@ class Handler(BaseHTTPRequestHandler):
             self._chunk(
                 self._event({"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}})
             )
-        elif (body.get("stream_options") or {}).get("include_usage"):
+        elif (body.get("stream_options") or {}).get("include_usage") and behaviour.stream_usage:
             self._chunk(self._event(frame | {"choices": [], "usage": answer.usage}))
         self._chunk("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")

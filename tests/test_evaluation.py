@@ -103,7 +103,7 @@ def test_a_server_that_dies_at_a_length_gives_a_row_that_says_so_not_a_missing_o
     kept = load_run(f"metrics/pairs/fp8-auto/{SAMPLES}")
     assert kept.header["status"] == "invalid" and len(kept.rows) == 30
     bench = {"status": "valid", "reason": None, "speed_label": "measured", "output_tok_s": 1.0, "ttft_ms_p50": 1.0}
-    bench |= {"tpot_ms_p50": 1.0, "load": {"load_s": 1.0}, "memory_summary": dict.fromkeys(MEMORY, 1)}
+    bench |= {"tpot_ms_p50": 1.0, "load": {"load_s": 1.0}, "memory_summary": dict.fromkeys(MEMORY, 1), "comparability": {"key": "k"}}
     row = build_row(result, bench, {"label": "-"}, {"damage": None}, {"verdict": "invalid", "memory_findings": []})
     assert row["status"] == "invalid" and "died" in row["reason"]
     machine.behaviours = [{}]  # repaired: the next run asks only what has no answer

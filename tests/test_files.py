@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,20 @@ def test_a_failing_writer_leaves_the_old_file_and_no_temporary(tmp_path):
         stream.write(b"half")
         raise RuntimeError
     assert read_json(target) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    target = tmp_path / "result.json"
+    write_json(target, {"a": 1})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as error:
+        write_json(target, {"a": 2})
+    assert error.value.filename == str(target) and read_json(target) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
@@ -46,6 +61,15 @@ def test_unreadable_json_names_the_file(tmp_path, content):
         read_json(path)
     with pytest.raises(Unreadable, match="no such file"):
         read_json(tmp_path / "absent.json")
+
+
+def test_a_result_with_a_nan_is_damage_and_a_strangers_config_with_infinity_is_not(tmp_path):
+    path = tmp_path / "x.json"
+    for name in ("NaN", "Infinity", "-Infinity"):
+        path.write_text(f'{{"a": [1, {name}]}}')
+        with pytest.raises(Unreadable, match=f"x.json: not valid JSON .{name} is no number"):
+            read_json(path, finite=True)
+        assert len(read_json(path)["a"]) == 2
 
 
 def test_written_files_follow_the_umask(tmp_path):

@@ -164,6 +164,16 @@ def test_instruction_set_changes_software_and_core_count_only_hardware(host):
     assert software == before[0] and machine != before[1]
 
 
+def test_the_plugins_code_is_part_of_what_measures(host, monkeypatch):
+    """Its version stays: a narrowed run after a change of it would be compared with native's answers from before."""
+    monkeypatch.setattr(env_facts, "installed_versions", lambda name: PACKAGES | {"vllm-k3-cpu": "0.1.0"})
+    found = []
+    for stamp in ("a" * 64, "b" * 64):
+        monkeypatch.setattr(env_facts, "expected_plugin_stamp", lambda name, stamp=stamp: stamp)
+        found.append(fingerprint.probe(CPU, root=host)[0]["packages"]["vllm-k3-cpu"])
+    assert found == ["0.1.0+aaaaaaaaaaaa", "0.1.0+bbbbbbbbbbbb"]
+
+
 def test_package_that_differs_from_the_lock_is_recorded(host, monkeypatch):
     altered = {**PACKAGES, "compressed-tensors": "0.19.0"}
     monkeypatch.setattr(env_facts, "installed_versions", lambda name: altered)

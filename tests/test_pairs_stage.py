@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import sys
 
 import pytest
@@ -70,3 +72,19 @@ def test_a_stage_error_is_one_line_with_its_exit_code(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         stage.run(main)
     assert ended.value.code == 5 and capsys.readouterr().err == "compare: two runs disagree\n"
+
+
+def test_a_full_disk_is_one_line_too_and_any_other_fault_a_traceback(monkeypatch, capsys):
+    from pipeline import stage
+
+    def main(number):
+        raise OSError(number, os.strerror(number), "metrics/evals/fp8-auto.json")
+
+    monkeypatch.setattr(sys, "argv", ["somewhere/stages/evaluate.py", errno.ENOSPC])
+    with pytest.raises(SystemExit) as ended:
+        stage.run(main)
+    told = capsys.readouterr().err
+    assert ended.value.code == 3 and told.startswith("evaluate: metrics/evals/fp8-auto.json: No space left on device.")
+    monkeypatch.setattr(sys, "argv", ["somewhere/stages/evaluate.py", errno.EIO])
+    with pytest.raises(OSError):
+        stage.run(main)

@@ -6,7 +6,8 @@ import pytest
 from pipeline import serving
 from pipeline.errors import Invalid, Refused
 from pipeline.plan import hardware
-from pipeline.serving import admit, check_scales, server_settings
+from pipeline.serve import ServerSettings
+from pipeline.serving import admit, check_dtypes, check_scales, server_settings
 from pipeline.variant import Variant
 from tests.imports import REPOSITORY
 
@@ -86,6 +87,28 @@ def test_a_server_is_held_to_the_label_of_its_scales(label, told, fine):
     else:
         with pytest.raises(Invalid, match="workers say"):
             check_scales(label, {"label": told})
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "fine"),
+    [
+        ({}, {"kv_cache_dtype": "auto", "state_dtype": "float32"}, True),
+        ({}, {}, True),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "auto"}, True),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, False),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}, False),
+        ({}, {"kv_cache_dtype": "fp8"}, False),  # a kv_cache_scheme in the checkpoint, which `auto` obeys
+        ({"state_dtype": "bfloat16"}, {"state_dtype": "float32"}, False),
+    ],
+)
+def test_a_server_is_held_to_the_dtypes_it_was_asked_for(asked, told, fine):
+    request = ServerSettings(model=Path("x"), served_name="x", **asked)
+    if fine:
+        check_dtypes(request, told)
+    else:
+        with pytest.raises(Invalid, match="was asked for in .*, the server says"):
+            check_dtypes(request, told)
 
 
 def test_evaluation_bench_and_tuning_are_served_from_the_folder_that_holds_the_scales(monkeypatch, tmp_path):

@@ -1,10 +1,14 @@
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 
-from pipeline import source
-from pipeline.errors import Unreadable
+from pipeline import params, source
+from pipeline.errors import Refused, Unreadable
 from pipeline.files import sha256_file
+from stages import fetch
+from tests.imports import REPOSITORY
 
 
 @pytest.fixture
@@ -25,6 +29,25 @@ def test_every_missing_shard_is_listed(folder):
     assert source.missing_shards(folder) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / source.INDEX).unlink()
     assert source.missing_shards(folder) == [source.INDEX]
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "told"),
+    [
+        ("bench", {"repeats": "three"}, "bench: repeats 'three'"),
+        ("gates", {"acuracy_margin": 0.1}, "acuracy_margin"),
+        ("serve", {"allow_untested": "false"}, "allow_untested"),
+        ("kv", {"dtypes": {"fp9": {"cache_dtype": "fp8", "state_dtype": "auto"}}}, "fp9"),
+    ],
+)
+def test_the_first_stage_refuses_what_a_later_one_would_trip_over(tmp_path, monkeypatch, group, change, told):
+    changed = params.read(REPOSITORY / "params.yaml")
+    changed[group] |= change
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(yaml.safe_dump(changed))
+    with pytest.raises(Refused, match=told):
+        fetch.main()
+    assert not Path("metrics").exists()
 
 
 def test_an_unchanged_file_is_not_read_again_and_a_changed_one_is(folder, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -54,7 +55,9 @@ class BenchClient:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._process.stdin.close()  # end of input ends the client; if this process is killed, that happens by itself
+        with contextlib.suppress(OSError):  # it has ended, and something was still unsent
+            # End of input ends the client; if this process is killed, that happens by itself.
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -67,8 +70,9 @@ class BenchClient:
 
         Raises :class:`Invalid` when the client itself ends or does not answer in time.
         """
-        self._process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # it has ended: what is received says how
+            self._process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
+            self._process.stdin.flush()
         return self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class EnergyMeter:
 
 
 def spent(before: dict | None, after: dict | None) -> float | None:
-    """Joules between two readings, wrapped counters mended; ``None`` when either is missing or devices changed."""
+    """Joules between two readings, wrapped counters mended; ``None`` when either is missing, devices changed, or no
+    counter moved (a virtual machine's may stand still)."""
     if not before or not after or before.keys() != after.keys():
         return None
     total = 0.0
@@ -57,7 +58,7 @@ def spent(before: dict | None, after: dict | None) -> float | None:
                 return None
             difference += limit
         total += difference
-    return total
+    return total or None
 
 
 def _rapl(powercap: Path) -> dict[str, tuple[float, float | None]]:

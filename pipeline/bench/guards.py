@@ -57,7 +57,7 @@ def check_run(run: Run, settings: BenchSettings) -> list[Reason]:
         *_server_restarted(run),
         *_failures(run),
         *_lengths(run, settings),
-        *_token_counts(run),
+        *_token_counts(run, settings),
         *_prefix_hits(run, settings),
         *_itl(run, settings),
         *_late(run, settings),
@@ -141,16 +141,24 @@ def _lengths(run: Run, settings: BenchSettings) -> list[Reason]:
     return reasons
 
 
-def _token_counts(run: Run) -> list[Reason]:
+def _token_counts(run: Run, settings: BenchSettings) -> list[Reason]:
+    needed = [GENERATED, PROMPTED, *([HITS] if _cold(run, settings) else [])]
+    absent = [name for name in needed if run.delta(name) is None]
     reasons = []
+    if absent:
+        reasons.append(
+            Reason(
+                "no_server_counters",
+                f"the server does not export {', '.join(absent)}: nothing confirms the client's counts, or that a "
+                "cold run was cold",
+            )
+        )
     for name, seen, what in (
         (GENERATED, sum(run.raw["output_lens"]), "output"),
         (PROMPTED, sum(run.raw["input_lens"]), "prompt"),
     ):
         counted = run.delta(name)
-        if counted is None:
-            reasons.append(Reason("no_server_counters", f"the server does not export {name}"))
-        elif counted != seen and not run.raw.get("failed"):
+        if counted is not None and counted != seen and not run.raw.get("failed"):
             reasons.append(
                 Reason(
                     "token_counts_disagree",
@@ -161,10 +169,14 @@ def _token_counts(run: Run) -> list[Reason]:
     return reasons
 
 
+def _cold(run: Run, settings: BenchSettings) -> bool:
+    """Must nothing of this run come from the prefix cache?"""
+    return settings.cache != "warm" and settings.dataset != "shared_prefix" and run.load != "trace"
+
+
 def _prefix_hits(run: Run, settings: BenchSettings) -> list[Reason]:
     hits = run.delta(HITS)
-    shares = settings.dataset == "shared_prefix" or run.load == "trace"
-    if settings.cache == "warm" or shares or not hits or hits < 0:
+    if not _cold(run, settings) or not hits or hits < 0:
         return []
     return [
         Reason(
@@ -203,8 +215,11 @@ def _itl(run: Run, settings: BenchSettings) -> list[Reason]:
 def _late(run: Run, settings: BenchSettings) -> list[Reason]:
     """Was an open loop kept?  A client that sends late measures its own limit and flatters the server's queue."""
     starts = run.raw.get("start_times") or []
-    if not run.planned_s or len(starts) != len(run.planned_s):
+    if not run.planned_s:
         return []
+    if len(starts) != len(run.planned_s):
+        told = f"the client tells when it sent {len(starts)} of the trace's {len(run.planned_s)} requests"
+        return [Reason("late_sends", told)]
     first = min(starts)
     late = [(start - first - planned) * 1e3 for start, planned in zip(starts, run.planned_s)]
     if statistics.median(late) <= settings.max_late_ms:

@@ -60,7 +60,7 @@ def judge(
         "concurrency": int(max(closed)) if closed else None,
         **{name: points[chosen][name] for name in (*summary.METRICS, *HEADLINE)},
         "spec_decode_accept_length": points[chosen]["spec_decode_accept_length"],
-        "preemptions": sum(point["preemptions"] for point in points.values()),
+        "preemptions": summary.total([point["preemptions"] for point in points.values()]),
         "per_concurrency": _of_kind(points, "concurrency"),
         "per_request_rate": _of_kind(points, "request_rate"),
         "trace": next((point for load, point in points.items() if load.kind == "trace"), None),

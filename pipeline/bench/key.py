@@ -41,27 +41,37 @@ def comparability(
 def compare(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Ratios ``other / base`` of two bench results, or ``not_comparable`` and why.
 
+    ``ranges``: the lowest and highest ratio of any two repeats, where they are kept: what a ratio of medians is worth.
+
     Refused: an invalid result, unlike keys, emulated kernels on either side when the quantization differs, another
     accept length under speculative decoding (the speed then depends on what the drafter guesses).
     """
     reason = _refusal(base, other)
     if reason:
-        return {"status": "not_comparable", "reason": reason, "ratios": None, "break_even_concurrency": None}
+        nothing = dict.fromkeys(("ratios", "ranges", "break_even_concurrency"))
+        return {"status": "not_comparable", "reason": reason} | nothing
     ratios = {name: other[name] / base[name] for name in COMPARED if base.get(name) and other.get(name)}
-    return {"status": "valid", "reason": None, "ratios": ratios, "break_even_concurrency": break_even(base, other)}
+    return {
+        "status": "valid",
+        "reason": None,
+        "ratios": ratios,
+        "ranges": {name: found for name in ratios if (found := _range(name, base, other))},
+        "break_even_concurrency": break_even(base, other),
+        "emulated": bool(base.get("emulated") or other.get("emulated")),
+    }
+
+
+def _range(name: str, base: Mapping[str, Any], other: Mapping[str, Any]) -> list[float] | None:
+    before, after = (result.get("values", {}).get(name) or [0] for result in (base, other))
+    return [min(after) / max(before), max(after) / min(before)] if min(*before, *after) > 0 else None
 
 
 def _refusal(base: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     for name, result in (("base", base), ("other", other)):
         if result.get("status") != "valid":
             return f"the {name} result is {result.get('status')}: {result.get('reason')}"
-    keys = [result["comparability"]["key"] for result in (base, other)]
-    if None in keys:
-        return "a result has no machine or software fingerprint"
-    if keys[0] != keys[1]:
-        parts = [result["comparability"]["parts"] for result in (base, other)]
-        unlike = sorted(name for name in parts[0] if parts[0][name] != parts[1].get(name))
-        return f"measured under other conditions: {', '.join(unlike)} differ"
+    if (conditions := unlike(base, other)) is not None:
+        return conditions
     if base.get("checkpoint_id") != other.get("checkpoint_id") and (base.get("emulated") or other.get("emulated")):
         formats = sorted({*base.get("emulated", []), *other.get("emulated", [])})
         return f"kernels of {', '.join(formats)} are emulated: speeds of two quantizations cannot be ranked"
@@ -69,6 +79,18 @@ def _refusal(base: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     if accepted[0] != accepted[1]:
         return f"accept length of speculative decoding differs: {accepted[0]} and {accepted[1]}"
     return None
+
+
+def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Why the two were not measured under the same conditions, whatever they are worth; ``None`` when they were."""
+    keys = [result["comparability"]["key"] for result in (base, other)]
+    if None in keys:
+        return "a result has no machine or software fingerprint"
+    if keys[0] == keys[1]:
+        return None
+    parts = [result["comparability"]["parts"] for result in (base, other)]
+    names = sorted(name for name in parts[0] | parts[1] if parts[0].get(name) != parts[1].get(name))
+    return f"measured under other conditions: {', '.join(names)} differ"
 
 
 def break_even(base: Mapping[str, Any], other: Mapping[str, Any]) -> int | None:

@@ -58,9 +58,12 @@ class Points:
             saved = read_json(path) if path.exists() else {}
             if saved.get("key") != self.key:
                 break
-            run = guards.Run(
-                **saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")}
-            )
+            try:
+                run = guards.Run(
+                    **saved["run"] | {name: tuple(saved["run"][name]) for name in ("server_before", "server_after")}
+                )
+            except (KeyError, TypeError):  # kept by another version of this program
+                break
             if guards.check_run(run, self.settings):
                 break
             kept.append(run)
@@ -117,7 +120,7 @@ class Points:
         if not answer["ok"]:
             self.server.check(f"benching {load.name}")
             raise Invalid(f"vllm bench serve failed at {load.name}: {answer['error']}")
-        raw = read_json(path)
+        raw = read_json(path, finite=True)
         if raw.get("completed") != prompts:
             self.server.check(f"benching {load.name}")
         return raw, answer

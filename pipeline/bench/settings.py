@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from pipeline.errors import Unreadable
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from pipeline.errors import Refused, Unreadable
 from pipeline.files import sha256_file
 
 SEED_STRIDE = 1_000_003
@@ -17,6 +20,8 @@ CACHES = ("cold", "shared", "warm")
 SLO = {"ttft": "slo_ttft_ms", "tpot": "slo_tpot_ms", "e2el": "slo_e2el_ms"}
 """vllm's name of a latency in ``--goodput`` -> ours."""
 LISTS = ("concurrency", "request_rate")
+EXACTLY = ConfigDict(strict=True, allow_inf_nan=False)
+"""No text where a number belongs, and no NaN: no figure is ever above it, so that it would switch a guard off."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,9 @@ class BenchSettings:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
-        for name in ("trace_time_scale", "trace_length_scale"):
+        if self.trace_requests is not None and self.trace_requests < 1:
+            raise ValueError(f"trace_requests: {self.trace_requests} is less than 1; null takes the whole trace")
+        for name in ("trace_time_scale", "trace_length_scale", "client_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is not above 0")
         if not 0 <= self.range_ratio < 1:
@@ -154,10 +161,25 @@ class BenchSettings:
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> BenchSettings:
         """From the ``bench`` group of params.yaml.  Raises ``ValueError`` naming an unknown key or a wrong value."""
+        if not isinstance(params, Mapping):
+            raise ValueError(f"{params!r:.80} is no group of keys and values")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(params) - known):
             raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")
-        return cls(**{name: tuple(value) if name in LISTS else value for name, value in params.items()})
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            try:
+                TypeAdapter(types[name], config=EXACTLY).validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{name} {value!r:.80}: {error.errors()[0]['msg']}") from None
+        return cls(**values)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request of the closed loops and rates, its answer and one special token included."""
+        lengths = self.prefix_len + self.input_len + self.output_len
+        return 1 + math.floor(lengths * (1 + self.range_ratio))
 
     @property
     def loads(self) -> list[Load]:
@@ -222,3 +244,11 @@ class BenchSettings:
         if self.trace and not Path(self.trace).is_file():
             raise Unreadable(f"{self.trace}: no such trace file (bench.trace)")
         return values | {"trace_sha256": sha256_file(self.trace) if self.trace else None}
+
+
+def parse(raw: Any) -> BenchSettings:
+    """The ``bench`` group.  Raises :class:`Refused` naming each wrong key and value."""
+    try:
+        return BenchSettings.from_params(raw)
+    except ValueError as error:
+        raise Refused(f"params.yaml, group bench: {error}") from None

@@ -37,6 +37,11 @@ def interval_level(repeats: int) -> float:
     return 1 - 2.0 ** (1 - repeats)
 
 
+def total(counts: Sequence[float | None]) -> float | None:
+    """Their sum; ``None`` where one is not known, which is not the same as 0."""
+    return None if None in counts else sum(counts)
+
+
 def summarize(
     runs: Sequence[Run], devices: int = 1, price_usd_per_hour: float | None = None, no_energy: str | None = None
 ) -> dict[str, Any]:
@@ -63,10 +68,10 @@ def summarize(
     summary["output_tok_s_per_user"] = 1000 / summary["tpot_ms_p50"] if summary["tpot_ms_p50"] else None
     summary |= _goodput(runs) | _energy(runs, no_energy) | _cost(summary, price_usd_per_hour)
     summary["retries"] = sum(run.retries for run in runs)
-    summary["preemptions"] = sum(run.delta(PREEMPTIONS) or 0 for run in runs)
-    summary["prefix_hit_tokens"] = sum(run.delta(HITS) or 0 for run in runs)
+    summary["preemptions"], hits = (total([run.delta(name) for run in runs]) for name in (PREEMPTIONS, HITS))
     prompted = sum(sum(run.raw["input_lens"]) for run in runs)
-    summary["prefix_hit_rate"] = summary["prefix_hit_tokens"] / prompted if prompted else None
+    summary["prefix_hit_tokens"] = hits
+    summary["prefix_hit_rate"] = None if hits is None or not prompted else hits / prompted
     summary["seeds"] = [run.seed for run in runs]
     accepted = [run.raw["spec_decode_acceptance_length"] for run in runs if "spec_decode_acceptance_length" in run.raw]
     summary["spec_decode_accept_length"] = statistics.median(accepted) if accepted else None
@@ -83,15 +88,17 @@ def _goodput(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _energy(runs: Sequence[Run], reason: str | None) -> dict[str, Any]:
-    joules = [run.energy_j for run in runs]
+    joules, tokens = [run.energy_j for run in runs], [sum(run.raw["output_lens"]) for run in runs]
     if not joules or None in joules:
-        reason = reason or "a counter could not be read in every run"
-        return {"energy_j_per_output_token": None, "energy_reason": reason}
-    tokens = [sum(run.raw["output_lens"]) for run in runs]
-    return {
-        "energy_j_per_output_token": statistics.median(j / n for j, n in zip(joules, tokens)) if all(tokens) else None,
-        "energy_reason": None,
-    }
+        reason = reason or "a counter could not be read, or did not move, in every run"
+    elif not all(tokens):
+        reason = "no token was generated"
+    else:
+        return {
+            "energy_j_per_output_token": statistics.median(j / n for j, n in zip(joules, tokens)),
+            "energy_reason": None,
+        }
+    return {"energy_j_per_output_token": None, "energy_reason": reason}
 
 
 def _cost(summary: Mapping[str, Any], price_usd_per_hour: float | None) -> dict[str, Any]:

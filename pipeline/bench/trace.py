@@ -24,6 +24,7 @@ from pipeline.files import write_text
 
 SEED_SHIFT = 1 << 32
 """Block ids of two seeds never meet: fresh prompts for every repeat, with the same sharing."""
+BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def read(path: Path | str, block_tokens: int) -> list[TraceRequest]:
 
 
 def _is_csv(text: str) -> bool:
-    return text.partition("\n")[0].startswith("Timestamp,")
+    return not text.lstrip().startswith(("{", "["))
 
 
 def _mooncake(path: Path, text: str, block_tokens: int) -> list[tuple]:
@@ -77,7 +78,7 @@ def _mooncake(path: Path, text: str, block_tokens: int) -> list[tuple]:
                 int(entry["output_length"]),
                 None if entry.get("hash_ids") is None else tuple(map(int, entry["hash_ids"])),
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise Unreadable(f"{path}, line {number}: {error}") from None
         except KeyError as error:
             raise Unreadable(
@@ -89,22 +90,29 @@ def _mooncake(path: Path, text: str, block_tokens: int) -> list[tuple]:
                 f"{path}, line {number}: {len(row[3])} hash_ids for {row[1]} tokens, {wanted} expected at "
                 f"{block_tokens} tokens a block (bench.trace_block_tokens)"
             )
+        if row[3] and not 0 <= min(row[3]) <= max(row[3]) < SEED_SHIFT:
+            raise Unreadable(
+                f"{path}, line {number}: hash_ids must be whole numbers from 0 to {SEED_SHIFT - 1}; number the blocks anew"
+            )
         rows.append(_checked(path, number, row))
     return rows
 
 
 def _burstgpt(path: Path, text: str) -> list[tuple]:
-    reader = csv.DictReader(io.StringIO(text))
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     rows = []
-    for entry in reader:
-        try:
-            row = (float(entry["Timestamp"]), int(entry["Request tokens"]), int(entry["Response tokens"]), None)
-        except (ValueError, TypeError, KeyError) as error:
-            raise Unreadable(
-                f"{path}, line {reader.line_num}: {error!r}; wanted are Timestamp, Request tokens, Response tokens"
-            ) from None
-        if row[2] > 0:
-            rows.append(_checked(path, reader.line_num, row))
+    try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        absent = [name for name in BURSTGPT if name not in reader.fieldnames]
+        if absent and text.strip():
+            raise Unreadable(f"{path}, line 1: has no column {', '.join(absent)}; wanted are {', '.join(BURSTGPT)}")
+        for entry in reader:
+            at_s, prompt, answer = (entry[name] for name in BURSTGPT)
+            row = (float(at_s), int(prompt), int(answer), None)
+            if row[2] != 0:
+                rows.append(_checked(path, reader.line_num, row))
+    except (ValueError, TypeError, csv.Error) as error:
+        raise Unreadable(f"{path}, line {reader.line_num}: {error}; wanted are {', '.join(BURSTGPT)}") from None
     return rows
 
 

@@ -7,27 +7,42 @@ from typing import Any
 
 from pipeline.bench import trace
 from pipeline.bench.settings import BenchSettings, Load
+from pipeline.errors import Refused
 from pipeline.serve import Server
+
+
+def trace_that_fits(settings: BenchSettings, max_model_len: int | None) -> list[trace.TraceRequest]:
+    """The requests of the trace, scaled; none without one.  Also asks whether the server takes the other loads'.
+
+    Raises :class:`Refused` for requests longer than ``max_model_len`` tokens (``None``: nobody knows yet), and what
+    :func:`trace.read` raises for a file that cannot be replayed.
+    """
+    synthetic = any(load.kind != "trace" for load in settings.loads)
+    if synthetic and max_model_len is not None and settings.longest_request > max_model_len:
+        raise Refused(
+            f"bench: requests of up to {settings.longest_request} tokens (prefix_len {settings.prefix_len}, input_len "
+            f"{settings.input_len}, output_len {settings.output_len}, range_ratio {settings.range_ratio:g}) are longer "
+            f"than the {max_model_len} that the server takes; lower them, or raise max-model-len in hardware.flags"
+        )
+    if not settings.trace:
+        return []
+    whole = trace.read(settings.trace, settings.trace_block_tokens)
+    requests = trace.scaled(whole, settings.trace_time_scale, settings.trace_length_scale, settings.trace_requests)
+    trace.check_fits(requests, max_model_len, settings.trace)
+    return requests
 
 
 class Workload:
     """The requests of one bench of ``server``.  ``folder`` gets the request files.
 
-    Raises what :func:`trace.read` and :func:`trace.check_fits` raise for a trace that cannot be replayed.
+    Raises as :func:`trace_that_fits`.
     """
 
     def __init__(self, server: Server, settings: BenchSettings, folder: Path) -> None:
         self.server, self.settings, self.folder = server, settings, folder
-        self._trace: list[trace.TraceRequest] = []
-        self.facts: dict[str, Any] | None = None
+        self._trace = trace_that_fits(settings, server.max_model_len)
+        self.facts: dict[str, Any] | None = trace.describe(self._trace) if self._trace else None
         """Of the trace, where there is one: see :func:`trace.describe`."""
-        if settings.trace:
-            whole = trace.read(settings.trace, settings.trace_block_tokens)
-            self._trace = trace.scaled(
-                whole, settings.trace_time_scale, settings.trace_length_scale, settings.trace_requests
-            )
-            trace.check_fits(self._trace, server.settings.max_model_len, settings.trace)
-            self.facts = trace.describe(self._trace)
 
     def prompts(self, load: Load) -> int:
         """How many requests a timed run of ``load`` sends."""

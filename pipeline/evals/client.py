@@ -26,6 +26,10 @@ from pipeline.evals.scoring import visible_answer
 from pipeline.evals.settings import EvalSettings
 
 BACKOFF_S, BACKOFF_LIMIT_S = 0.2, 5.0
+RETRY_AFTER_LIMIT_S = 60.0
+"""Longest that a server is waited for because it asked for it (``Retry-After`` with a 429 or 503)."""
+ENDINGS = ("stop", "length")
+"""Whole, or cut by the limit.  Of one that ended otherwise (aborted, filtered, a tool call, untold) nobody knows."""
 
 
 @dataclass
@@ -130,14 +134,20 @@ class Transport:
     ) -> Record:
         start = time.monotonic()
         for attempt in range(1, self.retries + 2):
+            pause = min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_LIMIT_S)
             if self._dead:
                 raise asyncio.CancelledError
             try:
                 async with asyncio.timeout(self.deadline_s):
-                    status, body = await _post(session, url, headers, payload)
+                    status, body, asked_to_wait_s = await _post(session, url, headers, payload)
                 self._suspects.clear()
                 if status == 200:
-                    return _record(prompt_hash, body, sent_tokens, time.monotonic() - start, attempt)
+                    record = _record(prompt_hash, body, sent_tokens, time.monotonic() - start, attempt)
+                    if record.finish_reason in ENDINGS:
+                        return record
+                    problem = f"finish_reason {record.finish_reason!r}: nobody knows whether the answer is whole"
+                    return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
+                pause = min(max(pause, asked_to_wait_s), RETRY_AFTER_LIMIT_S)
                 problem = f"HTTP {status}: {body[:300].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
@@ -151,25 +161,29 @@ class Transport:
                 problem = f"not an OpenAI completion: {type(error).__name__}: {error}"
                 return failed(prompt_hash, "error", problem, time.monotonic() - start, attempt)
             if attempt <= self.retries:
-                await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_LIMIT_S))
+                await asyncio.sleep(pause)
         if not await asyncio.to_thread(alive, self.base_url):
             raise self._death(f"{self.base_url}: died ({problem})", prompt_hash)
         return failed(prompt_hash, "error", problem, time.monotonic() - start, self.retries + 1)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, headers: dict, payload: dict) -> tuple[int, bytes]:
+async def _post(session: aiohttp.ClientSession, url: str, headers: dict, payload: dict) -> tuple[int, bytes, float]:
+    """Status, body and the seconds of ``Retry-After`` (0 without it)."""
     async with session.post(url, json=payload, headers=headers) as response:
-        return response.status, await response.read()
+        wait = response.headers.get("Retry-After", "")
+        return response.status, await response.read(), float(wait) if wait.isdigit() else 0.0
 
 
 def _record(prompt_hash: str, body: bytes, sent_tokens: int | None, latency_s: float, attempts: int) -> Record:
     """Raises ``ValueError``, ``KeyError``, ``IndexError`` or ``TypeError`` for anything but a completion."""
     answer = json.loads(body)
-    if "error" in answer:
+    if isinstance(answer, dict) and answer.get("error"):
         raise ValueError(f"error inside an HTTP 200: {answer['error']}")
     choice, usage = answer["choices"][0], answer.get("usage") or {}
     message = choice.get("message")
     text = choice["text"] if message is None else message["content"]
+    if not isinstance(text, str | None):
+        raise TypeError(f"the text is a {type(text).__name__}")
     thinking = None if message is None else message.get("reasoning_content") or message.get("reasoning")
     return Record(
         prompt_hash=prompt_hash,

@@ -310,4 +310,10 @@ def _alarms(fidelity: dict[str, Any] | None, cells: dict[str, dict[str, Any]], g
         for name, cell in cells.items()
         if cell["below_noise_floor"]
     ]
+    alarms += [
+        f"{name}: better than native by more than the margin (at least {cell['lower']:+.3f}): re-encoding improves no "
+        "model, so look for what else differed between the two runs"
+        for name, cell in cells.items()
+        if cell["lower"] > cell["margin"]
+    ]
     return alarms

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from typing import Any
 
 from pipeline.errors import EXIT_INVALID, Refused
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy of the caller's must not catch what goes to the server."""
 
 
 class ServerDied(Refused):
@@ -33,8 +37,11 @@ def call(url: str, body: dict | None = None, timeout_s: float = 30.0) -> Any:
     """GET, or POST of JSON.  Raises ``OSError`` (of which URLError and timeouts are kinds) or ``ValueError``."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        raw = response.read()
+    try:
+        with _opener.open(request, timeout=timeout_s) as response:
+            raw = response.read()
+    except http.client.HTTPException as error:  # cut in the middle of the answer
+        raise OSError(f"{type(error).__name__}: {error}") from None
     return json.loads(raw) if raw.strip() else None
 
 

@@ -60,7 +60,8 @@ def record(
 ) -> Path:
     """Write one gzipped JSON line a prompt: token ids, their log-probabilities, the top k of every place.
 
-    Raises :class:`Invalid` when the server returns none, or for other tokens than were sent.
+    Raises :class:`Invalid` when the server returns none, other tokens than were sent, or what is no number;
+    :class:`~pipeline.evals.endpoint.ServerDied` when it is gone.
     """
     settings, out_path, url = parse(settings), Path(out_path), endpoint.root(base_url)
     items, meta = dataset.load(dataset_dir)
@@ -81,6 +82,10 @@ def record(
         try:
             choice = endpoint.call(f"{url}/v1/completions", body, settings.deadline_s)["choices"][0]
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            if not endpoint.alive(url):
+                raise endpoint.ServerDied(
+                    f"{url}: died over the log-probabilities of {item.id} ({error})", [item.prompt_hash]
+                ) from None
             raise Invalid(
                 f"{url}: no log-probabilities for {item.id} ({error}); is --max-logprobs below "
                 f"{settings.fidelity.top_k}?"
@@ -116,7 +121,7 @@ def _row(places: list[dict | None] | None, ids: list[int], k: int, name: str) ->
     logprobs: list[float | None] = [None]
     tops: list[list] = [[[], []]]
     for place, (found, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
-        values = {int(key): entry["logprob"] for key, entry in (found or {}).items()}
+        values = {int(key): _finite(entry, place, name) for key, entry in (found or {}).items()}
         if token not in values:
             raise Invalid(
                 f"{name}: the log-probability of token {token} at place {place} is missing: the prompt was changed"
@@ -125,6 +130,13 @@ def _row(places: list[dict | None] | None, ids: list[int], k: int, name: str) ->
         logprobs.append(round(values[token], DECIMALS))
         tops.append([[token for token, _ in best], [round(value, DECIMALS) for _, value in best]])
     return {"ids": ids, "logprobs": logprobs, "top": tops}
+
+
+def _finite(entry: Any, place: int, name: str) -> float:
+    value = entry.get("logprob") if isinstance(entry, dict) else None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise Invalid(f"{name}: a log-probability at place {place} is {value}: the server computes what is no number")
+    return value
 
 
 def read(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

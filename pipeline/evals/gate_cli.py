@@ -47,7 +47,7 @@ def read_blocks(folder: Path) -> dict[str, dict[str, Any]]:
     """The comparison of every variant in ``folder``, each in a file of its own."""
     blocks = {}
     for path in sorted(folder.glob("*.json")):
-        block = read_json(path)
+        block = read_json(path, finite=True)
         blocks[path.stem] = (
             block
             if isinstance(block, dict) and block.get("verdict") in EXIT_CODES
@@ -71,7 +71,7 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
             "exit_code": EXIT_INVALID,
             "reason": fault,
             "baseline": _baseline(references),
-        "noise": _noise(references),
+            "noise": _noise(references),
             "variants": {name: _line(block) | {"verdict": "not_judged"} for name, block in chosen.items()},
         }
     codes = {name: EXIT_CODES.get(block.get("verdict"), EXIT_INVALID) for name, block in chosen.items()}

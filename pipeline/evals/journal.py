@@ -51,12 +51,11 @@ class Journal:
         with open(self.path, "rb") as stream:
             lines = stream.read().split(b"\n")
         torn = lines.pop()  # what a kill cut in the middle of a write; empty otherwise
-        parsed = [_parse(line) for line in lines]
-        if not parsed or parsed[0] != {"identity": self.identity}:
+        if not lines or _parse(lines[0]) != {"identity": self.identity}:
             return
-        for raw in parsed[1:]:
-            if raw is not None and raw.get("failure") is None:
-                self.records[raw["prompt_hash"]] = Record(**raw)
+        for record in map(_record, lines[1:]):
+            if record is not None and record.failure is None:
+                self.records[record.prompt_hash] = record
         self.resumed = len(self.records)
         if torn and self.resumed:
             with open(self.path, "rb+") as stream:
@@ -84,8 +83,16 @@ def failed(prompt_hash: str, failure: str, message: str, latency_s: float, attem
     return replace(blank, failure=failure, message=message)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:
+        return None
+
+
+def _record(line: bytes) -> Record | None:
+    """The record of a line; ``None`` for one that is damaged, or was written by another version of this program."""
+    try:
+        return Record(**_parse(line))
+    except TypeError:
         return None

@@ -1,8 +1,8 @@
 """Sorts answers into classes, so that a broken run is never read as a bad model.
 
 ``correct`` and ``incorrect`` are scored.  The others say why there is nothing to score: ``unfinished`` (cut by the
-token limit), ``empty``, ``degenerate`` (one token or phrase over and over, replacement characters), ``stuck`` (past
-its deadline), ``error`` (no answer at all).
+token limit), ``empty``, ``degenerate`` (one token or phrase over and over, replacement characters, the prompt given
+back), ``stuck`` (past its deadline), ``error`` (no answer at all).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ CYCLE_WORDS, CYCLE_TIMES, CYCLE_COVER_WORDS = 32, 4, 16
 CYCLE_CHARS, CYCLE_CHAR_TIMES, CYCLE_COVER_CHARS = 24, 8, 48
 ONE_CHARACTER = 4
 REPLACEMENT_SHARE, REPLACEMENT_MIN = 0.2, 3
+ECHO_CHARS, ECHO_MIN = 64, 16
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def _kind(
 
 
 def degeneration(text: str, item: Item | None = None) -> str | None:
-    """How ``text`` repeats itself, in words, or ``None``."""
+    """How ``text`` repeats itself, or its prompt from the beginning, in words; or ``None``."""
+    begins = text.strip()[:ECHO_CHARS]
+    if item is not None and len(begins) >= ECHO_MIN and item.prompt.lstrip().startswith(begins):
+        return f"the first {len(begins)} characters of the prompt"
     bare = "".join(text.split())
     broken = text.count("\ufffd")
     if broken >= REPLACEMENT_MIN and broken >= REPLACEMENT_SHARE * len(bare):

@@ -79,6 +79,9 @@ def evaluate(
             checks.probe(url, model, tokenizer_dir, settings, min(items, key=lambda item: item.prompt_tokens))
         try:
             results = _ask_all(url, model, tokenizer_dir, settings, items, limit, journal, below)
+            result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
+            if below is None:
+                result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
         except ServerDied as death:
             done = [item for item in items if _answered(journal, item)]
             death.result = _result(settings, meta, items, done, journal, conditions, time.monotonic() - start) | {
@@ -91,7 +94,6 @@ def evaluate(
             write_json(out_dir / RESULT, death.result)
             _write_samples(out_dir, death.result, model, samples_of(done, journal, settings))
             raise
-        result = _result(settings, meta, items, items, journal, conditions, time.monotonic() - start)
         if below is not None:
             reason = f"the server died at length {below}: nothing that long was asked again"
             reason = "; ".join(filter(None, [reason, result["reason"]]))
@@ -99,8 +101,6 @@ def evaluate(
         samples = samples_of(items, journal, settings)
         checks.scores_agree(results, items, samples)
         _write_samples(out_dir, result, model, samples)
-        if below is None:
-            result["logprobs"] = _logprobs(url, model, tokenizer_dir, dataset_dir, settings, out_dir, conditions)
         write_json(out_dir / LM_EVAL, {"results": results["results"], "versions": results["versions"]})
         write_json(out_dir / RESULT, result)
         finished = result["outcomes"]["error"] == result["outcomes"]["stuck"] == 0
@@ -125,7 +125,7 @@ def _logprobs(
     conditions: dict[str, Any],
 ) -> dict[str, Any]:
     """Record log-probabilities beside the samples; a server that gives none costs the fidelity figures, not the
-    accuracy.
+    accuracy.  Raises :class:`ServerDied` for one that is gone.
     """
     if not settings.fidelity.prompts_per_length or settings.endpoint != "completions":
         return {"status": "not_comparable", "reason": "not asked for", "file": None}

@@ -59,6 +59,8 @@ def load_run(samples: Path | str | Run) -> Run:
             raise Unreadable(f"{path}, line {number}: not a JSON object") from None
         if missing:
             raise Unreadable(f"{path}, line {number}: lacks {sorted(missing)}")
+        if number > 1 and row["outcome"] not in CLASSES:  # would count as wrong
+            raise Unreadable(f"{path}, line {number}: outcome {row['outcome']!r} is none of {', '.join(CLASSES)}")
         rows.append(row)
     if not rows or rows[0].get("kind") != "header":
         raise Unreadable(f"{path}: does not begin with the header of a finished run")

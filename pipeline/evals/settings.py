@@ -18,9 +18,9 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Strict(BaseModel):
-    """Immutable; unknown keys are errors."""
+    """Immutable; unknown keys are errors, and so is NaN: no rate is ever above it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Thresholds(Strict):

@@ -9,7 +9,7 @@ from pipeline.errors import Unreadable
 from pipeline.evals import figures
 from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
-from pipeline.report import accuracy, memory
+from pipeline.report import accuracy, memory, speed
 from pipeline.report.damage_figure import damage_svg
 from pipeline.report.figures import comparison_svg, memory_svg
 from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
@@ -24,16 +24,20 @@ EMULATED = (
 
 
 def read_rows(folder: Path = VARIANTS) -> Rows:
-    """Every row, by variant name.  Raises :class:`Unreadable` when there is none."""
-    rows = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
+    """Every row, by variant name.  Raises :class:`Unreadable` when there is none, or for a file that holds none."""
+    rows = {path.stem: read_json(path, finite=True) for path in sorted(folder.glob("*.json"))}
     if not rows:
         raise Unreadable(f"{folder}: no variant has been measured; `python3 -m pipeline repro` does")
+    for name, row in rows.items():
+        if not isinstance(row, dict) or "status" not in row:
+            raise Unreadable(f"{folder / name}.json: is no row of the table; `dvc repro compare@{name}` writes it")
     return rows
 
 
 def read_comparisons(folder: Path = COMPARISONS) -> dict[str, dict[str, Any]]:
     """Every variant's comparison with native, in the order of the table."""
-    return {name: read_json(folder / f"{name}.json") for name in ordered(path.stem for path in folder.glob("*.json"))}
+    names = ordered(path.stem for path in folder.glob("*.json"))
+    return {name: read_json(folder / f"{name}.json", finite=True) for name in names}
 
 
 def build_all() -> Rows:
@@ -48,14 +52,23 @@ def build_all() -> Rows:
 def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dict[str, Any]] | None = None) -> None:
     """Write report.md, comparison.csv, headline.json and the picture of the table into ``target``."""
     notes = [f"- {name}: {row['status']}, {row['reason']}" for name, row in rows.items() if row.get("reason")]
-    notes += [f"- {name}: its speed is invalid, {row['speed_reason']}" for name, row in rows.items() if row.get("speed_reason")]
+    notes += [
+        f"- {name}: its speed is {row['speed'].replace('_', ' ')}, {row['speed_reason']}"
+        for name, row in rows.items()
+        if row.get("speed_reason")
+    ]
+    notes += [
+        f"- {name}: against native {block['verdict'].replace('_', ' ')}, {block['reason']}"
+        for name, block in (comparisons or {}).items()
+        if block.get("verdict") in ("not_comparable", "not_gateable", "invalid")
+    ]
     text = ["# Comparison of variants", ""]
     if replay := replay_markdown(rows):
         text += ["## Real traffic, replayed at its own times", "", replay, "## The same model under synthetic load", ""]
     text += [markdown(rows), "![comparison](comparison.svg)", ""]
     if any(row.get("speed") == "emulated" for row in rows.values()):
         text += [EMULATED, ""]
-    text += accuracy.section(comparisons or {}) + memory.section(comparisons or {}) + DAMAGE
+    text += [line for part in (accuracy, speed, memory) for line in part.section(comparisons or {})] + DAMAGE
     if notes:
         text += ["## Notes", "", *notes, ""]
     write_text(target / "report.md", "\n".join(text))
@@ -67,7 +80,10 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
 def build_pictures(rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")) -> None:
     """Write memory.svg, heat_maps.svg, flips.svg, and accuracy_by_length.svg of every variant whose answers are here."""
     names = [name for name in ordered(rows) if (PAIRS / name / SAMPLES).exists()]
-    figures.accuracy_by_length({name: load_run(PAIRS / name / SAMPLES) for name in names}, target / "accuracy_by_length.svg")
+    status = {name: comparisons.get(name, {}).get("status", "valid") for name in names}
+    marks = {name: "" if status[name] == "valid" else f" ({status[name].replace('_', ' ')})" for name in names}
+    runs = {name + marks[name]: load_run(PAIRS / name / SAMPLES) for name in names}
+    figures.accuracy_by_length(runs, target / "accuracy_by_length.svg")
     figures.heat_maps(comparisons, target / "heat_maps.svg")
     figures.flips(comparisons, target / "flips.svg")
     write_text(target / "memory.svg", memory_svg(comparisons))

@@ -50,5 +50,10 @@ def cell(column: Column, row: dict[str, Any]) -> str:
     value = row.get(column.key)
     if value is None:
         return "—"
+    return column.show(value) + (speed_mark(row) if column.key in SPEED else "")
+
+
+def speed_mark(row: dict[str, Any]) -> str:
+    """What stands beside a speed that may not be compared with its neighbours; nothing beside one that may."""
     label = row.get("speed", "measured")
-    return column.show(value) + (f" ({label})" if column.key in SPEED and label != "measured" else "")
+    return "" if label == "measured" else f" ({label.replace('_', ' ')})"

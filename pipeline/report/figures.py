@@ -18,7 +18,8 @@ VALID, EMULATED, INVALID = "#3b6ea5", "#b9cde3", "#c9c9c9"
 def comparison_svg(rows: Rows) -> str:
     """SVG text that is the same for the same rows (git sees a change only where a figure changed).
 
-    Grey: the run, or its bench, is not valid.  Pale: the speed of emulated kernels.  Both are shown and neither is to be compared.
+    Grey: the run, or its bench, is not valid or not comparable.  Pale: the speed of emulated kernels.  Both are shown and neither is
+    to be compared.
     """
     import matplotlib
 
@@ -91,7 +92,8 @@ def memory_svg(comparisons: dict[str, dict[str, Any]]) -> str:
 def color(key: str, row: dict[str, Any]) -> str:
     """Whether a bar may be compared with its neighbours, as a colour."""
     speed = row.get("speed") if key in SPEED else None
-    if row["status"] != "valid" or speed == "invalid":
+    judged = row.get("verdict") if key == "accuracy" else speed
+    if row["status"] != "valid" or judged in ("invalid", "not_comparable"):
         return INVALID
     return EMULATED if speed == "emulated" else VALID
 

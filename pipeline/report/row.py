@@ -5,16 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 
+KEY_CHARACTERS = 12
+
+
+def short(key: str | None) -> str | None:
+    """As much of a hash as tells two apart in a table."""
+    return key and key[:KEY_CHARACTERS]
+
+
 def build_row(
     evaluation: dict[str, Any], bench: dict[str, Any], kv: dict[str, Any], quantization: dict[str, Any], comparison: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of ``metrics/variants/<variant>.json`` from what the stages before it wrote.
 
-    ``status`` is the evaluation's: may accuracy be compared?  ``speed`` is ``measured``, ``emulated`` (kernels that stand in for
-    missing ones: ranks nothing across quantizations) or ``invalid`` with ``speed_reason``: a disturbed bench spoils its own figures
-    and neither accuracy nor memory.  ``verdict`` is the gate's outcome against native, or ``reference`` for native itself.
+    ``status`` is the evaluation's: may accuracy be compared?  ``speed`` is ``measured``, ``emulated`` (kernels that stand
+    in for missing ones: ranks nothing across quantizations), ``not_comparable`` (native's was measured under other
+    conditions) or ``invalid``, the last two with ``speed_reason``: a disturbed bench spoils its own figures and neither
+    accuracy nor memory.  Equal ``dataset_key``: the same questions; equal ``speed_key``: the same conditions.
+    ``verdict`` is the gate's outcome against native, or ``reference`` for native itself.
     """
-    fidelity = comparison.get("fidelity") or {}
+    fidelity, unlike = comparison.get("fidelity") or {}, (comparison.get("speed") or {}).get("unlike")
     memory, damage = bench["memory_summary"], quantization["damage"] or {}
     return {
         "status": evaluation["status"],
@@ -23,13 +33,16 @@ def build_row(
         "accuracy": evaluation["accuracy"],
         "accuracy_stderr": evaluation["accuracy_stderr"],
         "items": evaluation["n"],
+        "dataset_key": short(evaluation.get("dataset_key")),
+        "tensor_parallel_size": (evaluation.get("conditions") or {}).get("tensor_parallel_size"),
         "kl_to_native": fidelity.get("kl_mean"),
         "top1_agreement": fidelity.get("top1_agreement"),
         "output_tok_s": bench["output_tok_s"],
         "ttft_ms_p50": bench["ttft_ms_p50"],
         "tpot_ms_p50": bench["tpot_ms_p50"],
-        "speed": bench["speed_label"] if bench["status"] == "valid" else "invalid",
-        "speed_reason": bench["reason"],
+        "speed": "invalid" if bench["status"] != "valid" else "not_comparable" if unlike else bench["speed_label"],
+        "speed_reason": bench["reason"] or unlike,
+        "speed_key": short(bench["comparability"]["key"]),
         "weight_bytes": memory["weight_bytes"],
         "kv_bytes_per_token": memory["kv_bytes_per_token"],
         "kv_capacity_tokens": memory["kv_capacity_tokens"],

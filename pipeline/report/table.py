@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.report.columns import COLUMNS, cell
+from pipeline.report.columns import COLUMNS, SPEED, cell, speed_mark
 
 Rows = dict[str, dict[str, Any]]
 
@@ -44,8 +44,7 @@ def replay_markdown(rows: Rows) -> str:
     lines = ["| variant | " + " | ".join(header for _, header, _ in REPLAY) + " |", "|---|" + "---:|" * len(REPLAY)]
     for name in names:
         row = rows[name]
-        label = "invalid" if row["trace_status"] != "valid" else row.get("speed", "measured")
-        mark = "" if label == "measured" else f" ({label})"
+        mark = " (invalid)" if row["trace_status"] != "valid" else speed_mark(row)
         cells = [_shown(row.get(f"trace_{key}"), form) for key, _, form in REPLAY]
         cells[0] += mark
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -57,19 +56,31 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def as_csv(rows: Rows) -> str:
-    """The same rows unrounded, for `dvc plots` and spreadsheets; a missing figure is an empty field."""
+    """The same rows unrounded, for `dvc plots` and spreadsheets; a missing figure is an empty field.
+
+    ``label`` is the variant with the mark of its speed, for a plot of speeds; equal ``speed_key``: equal conditions.
+    """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["variant", *(column.key for column in COLUMNS)])
+    writer.writerow(["variant", "label", *(column.key for column in COLUMNS), "speed", "speed_key"])
     for name in ordered(rows):
-        writer.writerow([name, *(rows[name].get(column.key) for column in COLUMNS)])
+        row = rows[name]
+        figures = [row.get(column.key) for column in COLUMNS]
+        writer.writerow([name, name + speed_mark(row), *figures, row.get("speed"), row.get("speed_key")])
     return stream.getvalue()
 
 
 def headline(rows: Rows) -> dict[str, Any]:
-    """Flat and small, for `dvc exp show`, which needs unique names: ``fp8_auto_accuracy`` and so on."""
+    """Flat and small, for `dvc exp show`, which needs unique names: ``fp8_auto_accuracy`` and so on.
+
+    A name has no room for a mark, so a speed that may not be compared is left out.
+    """
     keys = ("accuracy", "output_tok_s", "weight_bytes", "kv_capacity_tokens")
-    flat = {f"{name.replace('-', '_')}_{key}": rows[name].get(key) for name in ordered(rows) for key in keys}
+    flat = {
+        f"{name.replace('-', '_')}_{key}": None if key in SPEED and speed_mark(rows[name]) else rows[name].get(key)
+        for name in ordered(rows)
+        for key in keys
+    }
     return flat | {"variants": len(rows), "invalid": sum(row["status"] != "valid" for row in rows.values())}
 
 

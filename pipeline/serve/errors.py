@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import Invalid, Refused
-from pipeline.serve.logs import last_lines
+from pipeline.serve.logs import cause, last_lines
 
 
 class ServerError(Invalid):
@@ -14,6 +14,8 @@ class ServerError(Invalid):
     def __init__(self, message: str, log_path: Path | None = None) -> None:
         self.log_path = log_path
         tail = last_lines(log_path) if log_path else ""
+        if why := cause(tail):
+            message = f"{message}\nthe log's end tells why: {why}"
         super().__init__(f"{message}\n--- the last lines of {log_path}:\n{tail}" if tail else message)
 
 

@@ -19,9 +19,16 @@ def check_free(visible: str | None = None) -> None:
     if shutil.which("nvidia-smi") is None:
         return
     gpus = [line.split(", ") for line in _query("--query-gpu=index,uuid,memory.used")]
-    wanted = set(visible.split(",")) if visible else None
+    wanted = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    if unknown := [name for name in wanted or () if not any(_named(name, index, uuid) for index, uuid, _ in gpus)]:
+        raise ForeignGpuUse(
+            f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, which nvidia-smi does not list: cannot tell whether "
+            "it is free"
+        )
     chosen = {
-        uuid: (index, float(used)) for index, uuid, used in gpus if wanted is None or index in wanted or uuid in wanted
+        uuid: (index, _mib(used, index))
+        for index, uuid, used in gpus
+        if wanted is None or any(_named(name, index, uuid) for name in wanted)
     }
     lines, explained = [], set()
     for line in _query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
@@ -39,6 +46,18 @@ def check_free(visible: str | None = None) -> None:
             "the GPUs are not free; end these processes or choose others with CUDA_VISIBLE_DEVICES:\n  "
             + "\n  ".join(lines)
         )
+
+
+def _named(name: str, index: str, uuid: str) -> bool:
+    """Does an entry of CUDA_VISIBLE_DEVICES mean this GPU?  CUDA takes indexes and the beginnings of uuids."""
+    return name == index or uuid.startswith(name)
+
+
+def _mib(used: str, index: str) -> float:
+    try:
+        return float(used)
+    except ValueError:
+        raise ForeignGpuUse(f"nvidia-smi does not tell how much memory of GPU {index} is in use: {used!r}") from None
 
 
 def _query(query: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import re
 import urllib.error
 import urllib.request
@@ -49,7 +50,8 @@ def request_json(url: str, body: dict | None = None, timeout_s: float = 60.0, me
 def parse_metrics(text: str) -> dict[str, float]:
     """Prometheus text as ``{name: value}``: summed over engines for counters, the highest for gauges.
 
-    ``request_success`` is also kept by reason (``vllm:request_success_total/length``); histogram buckets are left out.
+    ``request_success`` is also kept by reason (``vllm:request_success_total/length``); histogram buckets are left out,
+    and so is what is no number (NaN, text), as if the server did not export it.
     """
     kinds: dict[str, str] = {}
     values: dict[str, float] = {}
@@ -60,12 +62,22 @@ def parse_metrics(text: str) -> dict[str, float]:
         match = _SAMPLE.match(line)
         if match is None or match["name"].endswith("_bucket") or match["name"] == CACHE_INFO:
             continue
-        name, value = match["name"], float(match["value"])
+        name, value = match["name"], _number(match["value"])
+        if value is None:
+            continue
         counter = name.endswith(("_total", "_sum", "_count")) or kinds.get(name) == "counter"
         reason = dict(_LABEL.findall(match["labels"] or "")).get("finished_reason")
         for key in (name, f"{name}/{reason}") if reason else (name,):
             values[key] = values.get(key, 0.0) + value if counter else max(values.get(key, value), value)
     return values
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def cache_config(text: str) -> dict[str, str]:

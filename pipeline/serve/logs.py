@@ -49,6 +49,32 @@ FACTS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], Any]]] = {
 }
 
 
+CAUSES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|Free memory on device"),
+        "the GPU's memory did not suffice: see with nvidia-smi who else holds it, or lower max-num-batched-tokens, "
+        "max-model-len or the KV pool in hardware.flags (`python3 -m pipeline plan` tells what fits)",
+    ),
+    (
+        re.compile(r"No available memory for the cache blocks|To serve at least one request"),
+        "the KV pool is too small for one request of max-model-len tokens: raise kv-cache-memory-bytes or lower "
+        "max-model-len in hardware.flags",
+    ),
+    (
+        re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc|^MemoryError", re.MULTILINE),
+        "the host's memory did not suffice",
+    ),
+    (re.compile(r"[Aa]ddress already in use"), "another process took the port in between: start again"),
+    (re.compile(r"No space left on device"), "a disk, or /dev/shm, is full"),
+)
+"""What ends servers most often, and what to do about it."""
+
+
+def cause(text: str) -> str | None:
+    """Why a server ended, by the end of its log; ``None`` where that says nothing known."""
+    return next((remedy for pattern, remedy in CAUSES if pattern.search(text)), None)
+
+
 def start_of(path: Path) -> str:
     """The first 4 MiB of a log: all that is said while loading, however long the server then runs."""
     with open(path, "rb") as stream:

@@ -7,10 +7,14 @@ import json
 import os
 import re
 import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +23,9 @@ from pipeline.serve.errors import NotReady, StillAlive
 
 ORPHAN_GRACE_S = 4.0
 """SIGTERM to SIGKILL when the stage or dvc was killed: the promise is 10 s in all."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where vLLM puts the sockets between its processes; killed, it leaves them behind."""
+SOCKET_PATH_BYTES = 107
 _DVC = re.compile(r"(^|/)dvc(\.exe)?$")
 
 
@@ -27,6 +34,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def socket_folder() -> str:
+    """A new folder for one server's sockets, removed with the server.
+
+    In the temporary directory; in /tmp where that lies too deep for the path of a Unix socket.
+    """
+    place = tempfile.gettempdir()
+    longest = os.path.join(place, "k3q-ipc-12345678", str(uuid.uuid4()))
+    return tempfile.mkdtemp(prefix="k3q-ipc-", dir=place if len(os.fsencode(longest)) <= SOCKET_PATH_BYTES else "/tmp")
+
+
+def age_s() -> float:
+    """Seconds since this process began, by a clock that nobody sets."""
+    began = watchdog.read_process(os.getpid()).start_ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def guardians() -> list[list[int]]:
@@ -76,12 +99,13 @@ class ServerProcess:
         """
         self.log_path, self._grace_s, self._end = log_path, grace_s, None
         self._buffer = b""
+        self._sockets = socket_folder()
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", watchdog.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=dict(environment),
+            env=dict(environment) | {SOCKETS: self._sockets},
             start_new_session=True,
             pass_fds=list(keep_open),
         )
@@ -91,6 +115,7 @@ class ServerProcess:
             "watch": guardians(),
             "grace_s": grace_s,
             "orphan_grace_s": ORPHAN_GRACE_S,
+            "sockets": self._sockets,
         }
         self._watchdog.stdin.write(json.dumps(order).encode() + b"\n")
         self._watchdog.stdin.flush()
@@ -124,6 +149,8 @@ class ServerProcess:
         code = self._end.get("exited")
         if code is None:
             return "ended (exit code unknown: its watchdog was killed)"
+        if code == -signal.SIGKILL:
+            return "was killed by signal 9 (by the kernel when memory ran out, unless somebody did)"
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def stop(self) -> None:
@@ -152,6 +179,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._watchdog.kill()
             self._watchdog.wait()
+        shutil.rmtree(self._sockets, ignore_errors=True)  # a watchdog that was killed left it
 
     def listens(self, port: int) -> bool:
         """Does the group itself listen on ``port``?  A foreign server that took the port answers health checks too."""

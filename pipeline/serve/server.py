@@ -37,6 +37,8 @@ class Server:
         self.load_s: float = 0.0
         """Seconds from the start of the process to the first generated token."""
         self.effective: dict[str, Any] = {}
+        self.max_model_len: int | None = settings.max_model_len
+        """Longest prompt and answer together, in tokens: as asked for, or less where the server says so."""
         self._process = process
 
     @property
@@ -254,11 +256,13 @@ def _wait_ready(server: Server, port: int, started: float) -> None:
 def _check_model(server: Server) -> None:
     try:
         answer = http.request_json(f"{server.base_url}/v1/models", timeout_s=30.0)
-        served = [model["id"] for model in answer["data"]]
+        served = {model["id"]: model for model in answer["data"]}
     except (http.RequestFailed, KeyError, TypeError) as error:
         raise WrongModel(f"{server.base_url}/v1/models lists no models: {error}", server.log_path) from None
     if server.model not in served:
-        raise WrongModel(f"{server.base_url} serves {served}, not {server.model!r}", server.log_path)
+        raise WrongModel(f"{server.base_url} serves {list(served)}, not {server.model!r}", server.log_path)
+    told = [limit for limit in (served[server.model].get("max_model_len"), server.settings.max_model_len) if limit]
+    server.max_model_len = min(told, default=None)
 
 
 def effective_settings(server: Server) -> dict[str, Any]:

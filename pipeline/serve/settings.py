@@ -13,11 +13,13 @@ from pipeline.errors import Refused, Unreadable
 
 WORKER_EXTENSION = "vllm_k3_cpu.memory_report.MemoryReport"
 SECRET_NAME = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_KEY|ACCESS_KEY|PRIVATE_KEY|COOKIE|_KEY$", re.IGNORECASE
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|COOKIE|_KEY$|_PAT$",
+    re.IGNORECASE,
 )
 SECRET_OPTION = re.compile(r"^--(api-key|hf-token|ssl-keyfile-password)\b", re.IGNORECASE)
-# One-thread-per-library defaults and import paths of this process would change the server's speed or its modules.
-DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "VLLM_API_KEY")
+# Import paths of this process would change the server's modules; counters in a folder of the caller's would go on from
+# the last server's.
+DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 

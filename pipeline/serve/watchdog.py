@@ -2,13 +2,14 @@
 
 Run as a script; it imports nothing of this package.  Order of events:
 
-1. It reads one JSON line on stdin: ``{"command", "log", "watch": [[pid, ticks]...], "grace_s", "orphan_grace_s"}``.
+1. It reads one JSON line on stdin: ``{"command", "log", "watch": [[pid, ticks]...], "grace_s", "orphan_grace_s",
+   "sockets"}``.
 2. It starts the command in a session of its own (stdin closed, output to the log) and prints ``{"started": pid}``.
 3. It waits for: the server's end; end of file or a line on stdin (the stage is gone, or asks to stop); the death of a
    watched process.  DVC runs a stage through ``sh -c``, and killing dvc leaves the shell and the stage running: hence
    dvc's own pid is watched, not only the parent.
 4. SIGTERM to the server's group and whatever else descends from it, SIGKILL after the grace; then it prints
-   ``{"exited": code or -signal, "survivors": [pids]}`` and ends.
+   ``{"exited": code or -signal, "survivors": [pids]}``, removes the folder ``sockets`` and ends.
 
 It is a *subreaper*: orphans of the server become its children, also those that left the process group, so nothing can
 escape.  If the watchdog itself is killed, the server's first process gets SIGKILL from the kernel, and the stage (which
@@ -21,6 +22,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +156,14 @@ def _say(message: dict) -> None:
 
 def main() -> int:
     order = json.loads(sys.stdin.readline())
+    try:
+        return guard(order)
+    finally:
+        shutil.rmtree(order["sockets"], ignore_errors=True)
+
+
+def guard(order: dict) -> int:
+    """Steps 2 to 4; the process's exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     asked = []

@@ -110,6 +110,8 @@ def test_an_honest_server(measure, tmp_path):
         ({"prefix_hits_per_request": 5}, "prefix_hits"),
         ({"stream_error_after": 3, "stream_error_every": 4}, "stream_error"),
         ({"generation_fails_after": 9}, "requests_failed"),
+        ({"cut_stream_after": 3}, "requests_failed"),
+        ({"stream_usage": False}, "token_counts_disagree"),
         ({"short_output_tokens": 2}, "short_outputs"),
         ({"prompt_tokens_lower_by": 4}, "prompt_tokens_disagree"),
         ({"completion_tokens_higher_by": 2}, "coalesced_chunks"),
@@ -121,6 +123,11 @@ def test_an_honest_server(measure, tmp_path):
 def test_each_lie_is_caught_by_its_guard(measure, fields, code):
     result = measure(dataclasses.replace(SETTINGS, min_itl_ms=0.05), **fields)
     assert result["status"] == "invalid" and code in result["reason_codes"], result["reason"]
+
+
+def test_a_slow_first_token_is_a_figure_and_no_fault(measure):
+    result = measure(dataclasses.replace(SETTINGS, concurrency=(2,)), first_token_s=0.3)
+    assert result["status"] == "valid" and result["ttft_ms_p50"] >= 300 > result["tpot_ms_p50"]
 
 
 def test_open_loops_and_a_trace(measure, tmp_path):

@@ -35,6 +35,7 @@ def test_a_correct_run_passes(run):
                     "vllm:generation_tokens_total": 79.0,
                     "vllm:prompt_tokens_total": 154.0,
                     "vllm:prompt_tokens_created": 1e9,
+                    "vllm:prefix_cache_hits_total": 7.0,
                 },
             },
             "short_outputs",
@@ -58,10 +59,19 @@ def test_a_correct_run_passes(run):
         ({"server_after": (10, 2)}, "server_restarted"),
         ({"output_tokens_asked": [8, 8, 8, 9]}, "short_outputs"),
         ({"planned_s": [0, 1, 2, 3], "start_times": [50, 51.2, 52.3, 53.4]}, "late_sends"),
+        ({"planned_s": [0, 1, 2, 3]}, "late_sends"),
     ],
 )
 def test_each_fault_has_its_code(run, changes, code):
     assert codes(run(**changes)) == [code]
+
+
+def test_a_server_that_does_not_count_prefix_hits_proves_no_cold_run(run):
+    """A renamed counter must not switch the guard off."""
+    after = {name: value for name, value in run().after.items() if "prefix" not in name}
+    (reason,) = guards.check_run(run(after=after), SETTINGS)
+    assert reason.code == "no_server_counters" and "vllm:prefix_cache_hits_total" in reason.detail
+    assert codes(run(after=after), BenchSettings(input_len=16, output_len=8, cache="warm")) == []
 
 
 def test_counters_that_go_back_are_a_restart(run):
@@ -124,3 +134,5 @@ def test_the_headline_is_the_median_at_the_highest_concurrency(run):
 def test_preemptions_are_counted(run):
     after = run().after | {"vllm:num_preemptions_total": 3.0}
     assert judge({C1: [run(after=after)] * 3}, SETTINGS)["preemptions"] == 9
+    del after["vllm:num_preemptions_total"]
+    assert judge({C1: [run(after=after)] * 3}, SETTINGS)["preemptions"] is None, "not told is not none"

@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.bench import BenchSettings, comparability, compare
 from pipeline.bench.judge import judge
-from pipeline.bench.settings import Load
+from pipeline.bench.settings import Load, parse
+from pipeline.errors import Refused
 from pipeline.serve import ServerSettings
 
 HARDWARE, SOFTWARE = {"cpu": "x", "count": 2}, {"vllm": "0.32.0"}
@@ -93,11 +94,36 @@ def test_break_even_instead_of_one_number(run):
         {"output_len": 1},
         {"cache": "lukewarm"},
         {"repeats": 9},
+        {"trace_requests": 0},
+        {"client_timeout_s": 0},
     ],
 )
 def test_wrong_parameters_are_refused(params):
     with pytest.raises(ValueError):
         BenchSettings.from_params(params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repeats": "3"},
+        {"output_len": 32.5},
+        {"concurrency": 8},
+        {"concurrency": [1.5]},
+        {"seed": True},
+        {"max_spread": float("nan")},
+        {"max_spread": None},
+        {"slo_ttft_ms": "fast"},
+        {"misspelt": 1},
+        None,
+        ["group"],
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_key(params):
+    """A NaN threshold is never exceeded: it would switch its guard off."""
+    name = next(iter(params)) if params else "group"
+    with pytest.raises(Refused, match=f"params.yaml, group bench: .*{name}"):
+        parse(params)
 
 
 def test_parameters_from_yaml():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.bench import BenchSettings, bench, runner
+from pipeline.errors import Refused
 from pipeline.files import write_json
 from pipeline.serve import ServerDied, ServerSettings
 from tests.bench.conftest import make_run
@@ -25,6 +26,7 @@ class Server:
     pid, model, base_url = os.getpid(), "tiny", "http://127.0.0.1:1"
     effective = {"block_size": 256}
     load = {"load_s": 1.0}
+    max_model_len = 64
 
     def __init__(self, checkpoint: Path) -> None:
         self.settings = ServerSettings(model=checkpoint, served_name="tiny")
@@ -100,6 +102,12 @@ def test_order_of_a_bench(measure):
     json.dumps(result, allow_nan=False)
 
 
+def test_requests_that_the_server_cannot_take_are_refused_before_the_first(measure):
+    """Each would fail, or be cut; so would the points that fit."""
+    with pytest.raises(Refused, match=r"requests of up to 69 tokens .*input_len 60.* longer than the 64.*max-model-len"):
+        measure(STEADY, dataclasses.replace(SETTINGS, input_len=60))
+
+
 def test_a_warm_workload_keeps_its_cache(measure):
     _, events = measure(STEADY, dataclasses.replace(SETTINGS, cache="warm"))
     assert "reset" not in events
@@ -135,6 +143,16 @@ def test_finished_runs_are_not_measured_again(measure):
         "timed 4",
     ]
     assert result["status"] == "valid" and result["per_concurrency"]["1"]["output_tok_s_max"] == 10.2
+
+
+def test_runs_that_another_version_kept_are_measured_again(measure, tmp_path):
+    measure(STEADY)
+    for path in (tmp_path / "out" / "runs").glob("*-r?.json"):
+        kept = json.loads(path.read_text())
+        kept["run"]["a field of another version"] = 1
+        write_json(path, kept)
+    _, events = measure(STEADY)
+    assert sum(event.startswith("timed") for event in events) == 6
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"output_len": 9}, {"cache": "warm"}])

@@ -9,8 +9,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from pipeline import store
+from pipeline import params, store
+from pipeline.errors import Refused
 from pipeline.files import read_json, write_json
 from stages import bench as stage
 from tests.imports import REPOSITORY
@@ -36,12 +38,34 @@ def test_the_stage_records_its_overhead_and_the_price(tmp_path, monkeypatch):
         return {"status": "valid", "output_tok_s": 1.0, "load": {"load_s": 10.0}, "client_s": 5.0}
 
     monkeypatch.setattr(stage, "bench", bench)
+    monkeypatch.setattr("time.time", lambda: 0.0)  # a clock that was set back meanwhile
     stage.main("native-auto")
     found = read_json("metrics/bench/native-auto.json")["overhead"]
     assert found["server_start_s"] == 10.0 and found["client_s"] == 5.0 and found["stage_s"] > 0
     assert found["ratio"] == found["stage_s"] / 15.0
     assert asked["devices"] == 1 and asked["price_usd_per_hour"] is None and asked["platform"] == "cpu"
     assert not (tmp_path / ".cache" / "bench" / "native-auto").exists(), "a finished bench leaves no runs behind"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"input_len": 9000}, "longer than the 8192 that the server takes"),
+        ({"repeats": "3"}, "repeats"),
+        ({"misspelt": 1}, "misspelt"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_server_starts(tmp_path, monkeypatch, change, told):
+    changed = params.read(REPOSITORY / "params.yaml")
+    changed["bench"] |= change
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(changed))
+    setting = {"cache_dtype": "auto", "state_dtype": "auto"}
+    write_json("metrics/kv/native-auto.json", {"label": None, "setting": setting})
+    monkeypatch.setattr(store, "served", lambda quant, variant: tmp_path / "checkpoint")
+    monkeypatch.setattr(stage, "running", lambda *_: pytest.fail("a server was started"))
+    with pytest.raises(Refused, match=told):
+        stage.main("native-auto")
 
 
 @pytest.fixture

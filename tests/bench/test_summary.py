@@ -35,6 +35,15 @@ def test_energy_per_token_or_the_reason(run):
     assert point["energy_j_per_output_token"] is None and point["energy_reason"] == "hidden by the container"
 
 
+def test_energy_of_a_counter_that_stands_still_or_of_no_token_is_null_with_a_reason(run):
+    still = {"intel-rapl:0": (5.0, 1e3)}
+    assert energy.spent(still, still) is None
+    point = summary.summarize([run(energy_j=64.0), run(energy_j=energy.spent(still, still))])
+    assert point["energy_j_per_output_token"] is None and "did not move" in point["energy_reason"]
+    point = summary.summarize([run(energy_j=64.0, output_lens=[0] * 4)])
+    assert point["energy_j_per_output_token"] is None and point["energy_reason"] == "no token was generated"
+
+
 def package(folder, index, microjoules, limit=1_000_000_000):
     path = folder / f"intel-rapl:{index}"
     path.mkdir(exist_ok=True)

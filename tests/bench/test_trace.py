@@ -50,13 +50,32 @@ def test_burstgpt_leaves_failed_requests_out_and_shares_nothing(tmp_path):
         ([MOONCAKE[0], {"timestamp": 1, "input_length": 5}], "line 2: has no 'output_length'"),
         ([MOONCAKE[0] | {"hash_ids": [1]}], "1 hash_ids for 700 tokens, 2 expected"),
         ([MOONCAKE[0] | {"input_length": 0, "hash_ids": []}], "at least one token"),
-        ("Timestamp,Model,Response tokens\n1,GPT-4,5\n", "Request tokens"),
+        ([MOONCAKE[0] | {"timestamp": float("nan")}], "a request needs a time"),
+        ([MOONCAKE[0] | {"output_length": float("inf")}], "line 1: cannot convert float infinity"),
+        ([MOONCAKE[0] | {"hash_ids": [1, 2**32]}], "hash_ids must be whole numbers from 0 to 4294967295"),
+        ([[1, 2]], "line 1"),
+        ("Timestamp,Model,Response tokens\n1,GPT-4,5\n", "line 1: has no column Request tokens; wanted are Timestamp"),
+        ("Time;Request tokens;Response tokens\n1;2;3\n", "line 1: has no column Timestamp, Request tokens"),
+        ("Timestamp,Request tokens,Response tokens\n1,5,7\n2,5\n", "line 3"),
+        ("Timestamp,Request tokens,Response tokens\n1,5,-7\n", "line 2: a request needs"),
+        ("Timestamp,Request tokens,Response tokens\nnan,5,7\n", "line 2: a request needs"),
+        ("Timestamp,Request tokens,Response tokens\n2023-01-01,5,7\n", "line 2: could not convert string to float"),
+        ("Timestamp,Request tokens,Response tokens\n", "holds no request"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, entries, told):
     with pytest.raises(Unreadable, match="t.jsonl") as error:
         trace.read(written(tmp_path / "t.jsonl", entries), 512)
     assert told in str(error.value)
+
+
+def test_a_spreadsheet_s_csv(tmp_path):
+    """Byte-order mark, Windows line ends, quotes and other columns first; times before 0 and out of order."""
+    text = '\ufeff"Model", "Timestamp","Request tokens","Response tokens"\r\n"a",5,10,3\r\n"a",-4.5,20,4\r\n'
+    path = tmp_path / "später.csv"
+    path.write_bytes(text.encode())
+    requests = trace.read(path, 512)
+    assert [(r.at_s, r.input_tokens, r.output_tokens) for r in requests] == [(0.0, 20, 4), (9.5, 10, 3)]
 
 
 def test_scaling_and_the_first_requests(tmp_path):

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.bench.client import BenchClient
 from pipeline.bench.vllm_client import Instruments
+from pipeline.errors import Invalid
 
 
 @dataclass
@@ -99,6 +101,16 @@ def test_a_prompt_of_token_ids_gets_no_special_tokens_and_a_trace_keeps_its_repe
         request = SimpleNamespace(request_id=f"bench-{type(prompt)}", prompt=prompt, prompt_len=3, output_len=8)
         asyncio.run(requests.ASYNC_REQUEST_FUNCS["openai"](request, None))
     assert list(made.prompt_tokens.values()) == [3, 4]
+
+
+def test_a_client_that_has_ended_between_two_runs_says_so_and_no_broken_pipe(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '{\"ready\": true}'\necho killed for its memory >&2\nexit 3\n")
+    python.chmod(0o755)
+    with BenchClient(python, tmp_path / "log") as client:
+        client._process.wait()
+        with pytest.raises(Invalid, match="the bench client ended .exit code 3.\nkilled for its memory"):
+            client.run(["--num-prompts", "1"], 5.0)
 
 
 def test_an_error_in_the_stream_is_raised():

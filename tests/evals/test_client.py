@@ -22,11 +22,13 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        status, body = self.server.script.pop(0)
-        self._send(status, body if isinstance(body, bytes) else json.dumps(body).encode())
+        status, body, *headers = self.server.script.pop(0)
+        self._send(status, body if isinstance(body, bytes) else json.dumps(body).encode(), dict(headers))
 
-    def _send(self, status, data):
+    def _send(self, status, data, headers={}):
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -66,13 +68,42 @@ def test_a_server_that_stumbles_is_asked_again(ask, script):
     assert (record.server_prompt_tokens, record.completion_tokens, record.finish_reason) == (7, 2, "stop")
 
 
+def test_a_server_that_asks_to_wait_is_waited_for(ask, monkeypatch):
+    """A proxy or an overloaded server says when: coming back earlier would use up the retries."""
+    waited = []
+    original = asyncio.sleep
+    monkeypatch.setattr("asyncio.sleep", lambda seconds: (waited.append(seconds), original(0))[1])
+    script = [(429, b"", ("Retry-After", "7")), (503, b"", ("Retry-After", "900")), (200, GOOD)]
+    assert ask(script)[0].attempts == 3
+    assert [seconds for seconds in waited if seconds >= 1] == [7.0, 60.0], "as long as asked, and a minute at most"
+
+
+@pytest.mark.parametrize("reason", [None, "abort", "content_filter", "tool_calls"])
+def test_an_answer_that_ended_otherwise_than_whole_or_at_its_limit_is_no_answer(ask, reason):
+    """It would be scored as if the model had meant to stop there."""
+    record, _ = ask([(200, GOOD | {"choices": [{"text": " 12", "finish_reason": reason}]})])
+    assert record.failure == "error" and record.text is None and f"finish_reason {reason!r}" in record.message
+
+
+def test_an_error_field_that_is_null_is_no_error(ask):
+    assert ask([(200, GOOD | {"error": None})])[0].failure is None
+
+
 def test_a_refused_request_is_not_repeated_and_keeps_the_reason(ask):
     record, left = ask([(400, b"prompt too long"), (200, GOOD)])
     assert record.failure == "error" and "HTTP 400: prompt too long" in record.message and len(left) == 1
 
 
 @pytest.mark.parametrize(
-    "body", [{"error": {"message": "EngineDeadError"}}, b"<html>", {"choices": []}, {"choices": [{}]}, []]
+    "body",
+    [
+        {"error": {"message": "EngineDeadError"}},
+        b"<html>",
+        {"choices": []},
+        {"choices": [{}]},
+        [],
+        {"choices": [{"text": [1]}]},
+    ],
 )
 def test_what_is_no_completion_is_an_error_not_an_answer(ask, body):
     record, _ = ask([(200, body)])
@@ -106,6 +137,7 @@ def test_a_journal_survives_torn_lines_and_counts_no_failures(tmp_path):
     )
     journal.close(finished=False)
     with open(path, "a") as stream:
+        stream.write('\xff\n[1]\n{"prompt_hash": "z", "failure": null, "a field of another version": 1}\n')
         stream.write('{"prompt_hash": "torn')
     journal = reopen()
     assert journal.resumed == 1 and set(journal.records) == {"c"}

@@ -1,6 +1,7 @@
 """Verdicts over canned sample pairs: harm, noise, churn, hidden harm, and everything that must not be compared."""
 
 import gc
+import json
 import random
 
 import pytest
@@ -261,6 +262,13 @@ def test_questions_about_one_document_count_as_one():
     assert together["effective_n"] < alone["effective_n"] / 3 and together["lower"] < alone["lower"]
 
 
+def test_much_better_than_native_is_a_question_not_an_improvement():
+    result = compare(run(noisy(0.7, 3)), run(), GATES)
+    assert result["verdict"] == "pass"
+    assert any(alarm.startswith("overall: better than native by more than the margin") for alarm in result["alarms"])
+    assert not compare(run(noisy(0.98, 1)), run(noisy(0.98, 2)), GATES)["alarms"], "chance is none"
+
+
 def test_alarms_never_decide():
     alarming = {"status": "valid", "kl_mean": 0.5, "top1_agreement": 0.95, "top1_decided": 0.7}
     result = compare(run(), run(), GATES, fidelity=alarming)
@@ -349,6 +357,10 @@ def test_samples_that_cannot_be_read_name_the_line(tmp_path):
         load_run(path)
     path.write_text('{"kind": "header"}\n{"id": 1}\n')
     with pytest.raises(Unreadable, match="line 2: lacks"):
+        load_run(path)
+    row = json.dumps(sample("single", 512, 0, True) | {"outcome": "fine"})
+    path.write_text('{"kind": "header"}\n' + row + "\n")
+    with pytest.raises(Unreadable, match="line 2: outcome 'fine' is none of correct, incorrect"):
         load_run(path)
     path.write_text('{"id": 1}\n')
     with pytest.raises(Unreadable, match="header"):

@@ -167,6 +167,9 @@ def test_lexicon_asked_of_a_model_without_one_is_refused(tmp_path):
     "wrong, message",
     [
         ({"lenghts": [512]}, "lenghts"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"thresholds": {"empty": float("nan")}}, "thresholds.empty"),
+        ({"concurrency": "many"}, "concurrency"),
         ({"items": {"needle": 3}}, "items"),
         ({"depths": [1.5]}, "depths"),
         ({"lengths": []}, "lengths"),

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pipeline.errors import Invalid, Unreadable
-from pipeline.evals import dataset, fidelity
+from pipeline.evals import dataset, endpoint, fidelity
 from tests.evals.support import TOKENIZER, make, settings
 
 VOCABULARY = 12
@@ -116,7 +116,7 @@ class Scoring(BaseHTTPRequestHandler):
         places = [None]
         for place, token in enumerate(ids[1:], 1):
             entries = {str((place + rank) % 1024): {"logprob": -1.0 - rank, "rank": rank + 1} for rank in range(k)}
-            places.append(entries | {str(token + self.server.shift): {"logprob": -9.0, "rank": 99}})
+            places.append(entries | {str(token + self.server.shift): {"logprob": self.server.scored, "rank": 99}})
         data = json.dumps(
             {"choices": [{"text": "", "prompt_logprobs": places[: len(places) - self.server.short]}]}
         ).encode()
@@ -132,7 +132,7 @@ class Scoring(BaseHTTPRequestHandler):
 @pytest.fixture
 def scoring():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Scoring)
-    server.asked, server.shift, server.short = [], 0, 0
+    server.asked, server.shift, server.short, server.scored = [], 0, 0, -9.0
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.shutdown()
@@ -159,7 +159,13 @@ def test_recording_scores_prompts_and_right_answers(tmp_path, scoring):
 
 
 @pytest.mark.parametrize(
-    "lie, words", [({"shift": 1}, "the prompt was changed"), ({"short": 5}, "log-probabilities came for")]
+    "lie, words",
+    [
+        ({"shift": 1}, "the prompt was changed"),
+        ({"short": 5}, "log-probabilities came for"),
+        ({"scored": math.nan}, "at place 1 is nan"),
+        ({"scored": None}, "at place 1 is None"),
+    ],
 )
 def test_a_server_that_scores_something_else_is_invalid(tmp_path, scoring, lie, words):
     raw = settings(fidelity={"prompts_per_length": 1, "top_k": 3})
@@ -170,6 +176,19 @@ def test_a_server_that_scores_something_else_is_invalid(tmp_path, scoring, lie, 
         fidelity.record(
             f"http://127.0.0.1:{scoring.server_address[1]}", "m", TOKENIZER, tmp_path / "data", raw, tmp_path / "l.gz"
         )
+
+
+def test_a_server_that_dies_over_them_keeps_the_answers_for_the_next_run(tmp_path):
+    """Asked for all prompt tokens it needs more memory than for an answer."""
+    from tests.evals.support import run
+
+    raw = settings(fidelity={"prompts_per_length": 1})
+    where = {"conditions": {"c": 1}, "journal_dir": tmp_path / "journal"}
+    with pytest.raises(endpoint.ServerDied, match="died over the log-probabilities of ordered_recall") as death:
+        run(tmp_path, raw, behaviour={"die_after": 1 + 30}, **where)
+    assert death.value.result["items_answered"] == 30 and death.value.result["server_died_at_length"] in (256, 384)
+    result, _, state = run(tmp_path, raw, **where)
+    assert result["requests_resumed"] == 30 and result["status"] == "valid"
 
 
 def test_a_server_without_log_probabilities_costs_no_accuracy(tmp_path):

@@ -30,6 +30,8 @@ FOUR = item(
         (item(), "!!!!!!!!", "length", {}, "degenerate"),
         (item(), "\ufffd\ufffd\ufffd a", "length", {}, "degenerate"),
         (item(), " 7 7 7 7 7 7 7 7", "length", {}, "degenerate"),
+        (item(prompt=" kumu tiki = 77 ; lapa 78 ;"), " kumu tiki = 77 ; lap", "length", {}, "degenerate"),
+        (item(prompt=" kumu tiki = 77 ; lapa 78 ;"), " kumu", "stop", {}, "incorrect"),
         (item(), None, None, {"stuck": True}, "stuck"),
         (item(), None, None, {"error": "HTTP 500"}, "error"),
         # The limit cut a list that was right so far: the budget's fault.  Wrong already: the model's.

@@ -30,6 +30,14 @@ def test_a_good_server(tmp_path):
     assert json.loads((tmp_path / "out/accuracy.json").read_text()) == result
 
 
+def test_a_proxy_of_the_callers_is_not_asked(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(tmp_path)[0]["status"] == "valid"
+
+
 def test_accuracy_counts_wrong_answers_where_they_are(tmp_path):
     result, rows, _ = run(tmp_path, rule=lambda item: right(item) if item.length == 256 else " nope ;")
     assert result["by_length"]["256"]["accuracy"] == 1.0 and result["by_length"]["384"]["accuracy"] == 0.0
@@ -117,6 +125,15 @@ def test_one_token_repeated_after_request_k(tmp_path):
     result, _, _ = run(tmp_path, behaviour={"repeat_after_request": 12})
     assert result["outcomes"]["degenerate"] >= 18
     assert result["status"] == "invalid" and "degenerate" in result["reason"]
+
+
+def test_a_server_that_gives_the_prompt_back_is_invalid_not_a_bad_model(tmp_path):
+    def echo(item):
+        return item.prompt
+
+    result, rows, _ = run(tmp_path, settings(items={"single": 6, "multi_key": 6}, stop=False), rule=echo)
+    assert {row["outcome"] for row in rows} == {"degenerate"} and result["status"] == "invalid"
+    assert run(tmp_path, out="honest")[0]["repetition_rate"] == 0, "a right answer is no echo, a list neither"
 
 
 def test_empty_content_is_unscored_with_both_bounds(tmp_path):

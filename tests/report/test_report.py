@@ -3,15 +3,18 @@ import io
 
 import pytest
 
+from pipeline.bench import key
 from pipeline.errors import Unreadable
 from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
+from pipeline.report import diff, speed
 from pipeline.report.build import build, read_comparisons, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
 from pipeline.report.row import TRACE, build_row
 from pipeline.report.table import as_csv, headline, markdown
+from tests.imports import REPOSITORY
 
 MEMORY = ("weight_bytes", "kv_bytes_per_token", "kv_capacity_tokens", "state_bytes_per_sequence", "activation_peak_bytes")
 ROW = {
@@ -84,12 +87,100 @@ def test_a_disturbed_bench_spoils_its_own_figures_only(tmp_path, rows):
     assert "123 (invalid)" in text and "its speed is invalid, c8: spread_too_wide" in text and "| valid |" in text
 
 
+BENCH = {"status": "valid", "reason": None, "speed_label": "measured", "output_tok_s": 1.0, "ttft_ms_p50": 1.0, "tpot_ms_p50": 1.0,
+         "memory_summary": dict.fromkeys(MEMORY, 1), "load": {"load_s": 1.0}, "checkpoint_id": "a", "emulated": [],
+         "per_concurrency": {"1": {"output_tok_s": 1.0}, "8": {"output_tok_s": 6.0}},
+         "comparability": {"key": "k", "parts": {"hardware": "two cores", "workload": "short"}}}  # fmt: skip
+ELSEWHERE = BENCH | {"comparability": {"key": "l", "parts": {"hardware": "eight cores", "workload": "short"}}}
+EVALUATION = {"status": "valid", "reason": None, "accuracy": 0.9, "accuracy_stderr": 0.01, "n": 10,
+              "conditions": {"tensor_parallel_size": 2}}  # fmt: skip
+
+
+def row_of(bench, native=BENCH):
+    compared = key.compare(native, bench) | {"unlike": key.unlike(native, bench)}
+    comparison = {"verdict": "pass", "reason": None, "memory_findings": [], "speed": compared}
+    return build_row(EVALUATION, bench, {"label": "scale_1.0"}, {"damage": None}, comparison), comparison
+
+
 def test_a_row_takes_its_status_from_the_evaluation():
-    bench = {"status": "invalid", "reason": "c1: insane_itl", "speed_label": "emulated", "output_tok_s": 1.0, "ttft_ms_p50": 1.0,
-             "tpot_ms_p50": 1.0, "memory_summary": dict.fromkeys(MEMORY, 1), "load": {"load_s": 1.0}}
-    evaluation = {"status": "valid", "reason": None, "accuracy": 0.9, "accuracy_stderr": 0.01, "n": 10}
-    row = build_row(evaluation, bench, {"label": "scale_1.0"}, {"damage": None}, {"verdict": "pass", "memory_findings": []})
+    row, _ = row_of(BENCH | {"status": "invalid", "reason": "c1: insane_itl", "speed_label": "emulated"})
     assert (row["status"], row["speed"], row["speed_reason"]) == ("valid", "invalid", "c1: insane_itl")
+    assert row["tensor_parallel_size"] == 2, "accuracy moves with it"
+
+
+def test_a_speed_measured_elsewhere_is_marked_in_every_table_and_picture_and_never_a_ratio(tmp_path):
+    """A narrowed run on another machine stands in one table with the committed rows."""
+    row, comparison = row_of(ELSEWHERE)
+    reason = "measured under other conditions: hardware differ"
+    assert (row["speed"], row["speed_reason"], row["speed_key"]) == ("not_comparable", reason, "l")
+    assert color("output_tok_s", row) == INVALID != color("accuracy", row)
+    rows = {"native-auto": row_of(BENCH)[0], "int8-auto": row}
+    build(rows, tmp_path, {"int8-auto": comparison})
+    text = (tmp_path / "report.md").read_text()
+    assert "| 1 (not comparable) |" in text and f"its speed is not comparable, {reason}" in text
+    assert f"- int8-auto: not comparable, {reason}" in text and "x |" not in text
+    assert "int8-auto (not comparable),valid" in (tmp_path / "comparison.csv").read_text()
+    assert read_json(tmp_path / "headline.json")["int8_auto_output_tok_s"] is None
+    assert read_json(tmp_path / "headline.json")["native_auto_output_tok_s"] == 1.0
+    assert "not comparable" in (tmp_path / "comparison.svg").read_text()
+
+
+def test_emulated_speed_is_marked_where_there_is_no_colour():
+    rows = {"fp8-auto": ROW | {"speed": "emulated", "speed_key": "k"}}
+    assert headline(rows)["fp8_auto_output_tok_s"] is None
+    (line,) = csv.DictReader(io.StringIO(as_csv(rows)))
+    assert (line["label"], line["speed"], line["speed_key"]) == ("fp8-auto (emulated)", "emulated", "k")
+
+
+def test_speed_against_native_comes_with_its_break_even():
+    """Weights of 8 bits are slower alone and faster in company: https://github.com/vllm-project/llm-compressor/issues/2549."""
+    slow = {"1": {"output_tok_s": 0.5}, "8": {"output_tok_s": 9.0}}
+    native, values = BENCH | {"values": {"output_tok_s": [0.8, 1.0, 1.25]}}, {"output_tok_s": [1.0, 1.5, 1.6]}
+    faster = row_of(BENCH | {"output_tok_s": 1.5, "per_concurrency": slow, "checkpoint_id": "b", "values": values}, native)[1]
+    emulated = row_of(BENCH | {"emulated": ["mxfp4"], "checkpoint_id": "c"})[1]
+    lines = speed.section({"int8-auto": faster, "fp8-auto": emulated, "native-auto": {"verdict": "reference"}})
+    assert "| int8-auto | 1.50x (0.80 to 2.00) | 1.00x | 1.00x | 8 |" in lines
+    assert "| fp8-auto | not comparable | not comparable | not comparable | not comparable |" in lines
+    assert any(line.startswith("- fp8-auto: not comparable, kernels of mxfp4 are emulated") for line in lines)
+    other_cache = key.compare(BENCH | {"emulated": ["mxfp4"]}, BENCH | {"emulated": ["mxfp4"], "output_tok_s": 2.0})
+    assert any("| 2.00x emulated |" in line for line in speed.section({"native-fp8": {"speed": other_cache}})), "and says so"
+    assert speed.section({"native-auto": {"verdict": "reference"}}) == []
+
+
+def test_a_diff_is_told_only_where_both_sides_were_measured_alike():
+    evaluation = EVALUATION | {"dataset_key": "d"}
+    repeats = {"values": {"output_tok_s": [100.0, 125.0]}}
+    before = {"fp8-auto": {"variants": ROW, "evals": evaluation, "bench": BENCH | repeats}}
+
+    def told(**changes):
+        changed = ROW | {"accuracy": 0.9, "output_tok_s": 246.8, "weight_bytes": 3 << 20}
+        after = {"fp8-auto": {"variants": changed, "evals": evaluation, "bench": BENCH | repeats} | changes}
+        return "\n".join(diff.markdown("main", before, after))
+
+    same = told()
+    assert "| fp8-auto | accuracy | 0.958 | 0.900 | -0.058 |" in same
+    assert "| 123.4 | 246.8 | +100.0% (-20.0% to +25.0%) |" in same
+    assert "| weights | 6.00 MiB | 3.00 MiB | -50.0% |" in same and "TTFT" not in same
+    elsewhere = told(bench=ELSEWHERE)
+    assert "| output tok/s | 123.4 | 246.8 | not comparable |" in elsewhere and "-50.0%" in elsewhere
+    assert "- fp8-auto: measured under other conditions: hardware differ" in elsewhere
+    others = told(evals=evaluation | {"dataset_key": "e"})
+    assert "| accuracy | 0.958 | 0.900 | not comparable |" in others and "accuracy is of other questions" in others
+    assert "- int8-auto: only here" in "\n".join(diff.markdown("main", {}, {"int8-auto": {"variants": ROW}}))
+
+
+def test_the_committed_metrics_can_be_diffed_and_an_unknown_revision_is_named(monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    assert diff.main([]) == 0 and "| variant | figure | HEAD | here | change |" in capsys.readouterr().out
+    with pytest.raises(Unreadable, match="no-such-branch"):
+        diff.main(["no-such-branch"])
+
+
+def test_the_report_says_why_a_variant_was_not_compared_with_native(tmp_path, rows):
+    block = {"status": "not_comparable", "verdict": "not_comparable", "reason": "different data sets: 1 and 2"}
+    build({"fp8-auto": ROW | {"verdict": "not_comparable"}}, tmp_path, {"fp8-auto": block})
+    assert "fp8-auto: against native not comparable, different data sets: 1 and 2" in (tmp_path / "report.md").read_text()
+    assert color("accuracy", ROW | {"verdict": "not_comparable"}) == INVALID
 
 
 def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_not_be_scored(tmp_path, rows):
@@ -133,6 +224,10 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
 def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):
     with pytest.raises(Unreadable):
         read_rows(tmp_path)
+    (tmp_path / "fp8-auto.json").write_text("[]")
+    with pytest.raises(Unreadable, match="fp8-auto.json: is no row of the table; `dvc repro compare@fp8-auto`"):
+        read_rows(tmp_path)
+    (tmp_path / "fp8-auto.json").unlink()
     write_json(tmp_path / "native-auto.json", ROW)
     assert list(read_rows(tmp_path)) == ["native-auto"]
 

@@ -10,7 +10,14 @@ import pytest
 
 from pipeline.serve import ServerSettings
 
+SOCKETS = b"VLLM_RPC_BASE_PATH="
 MOCK = Path(__file__).resolve().parents[1] / "mock_openai.py"
+
+
+def sockets_of(pid):
+    """The folder for its sockets that a server was started with."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return Path(next(entry for entry in variables if entry.startswith(SOCKETS)).removeprefix(SOCKETS).decode())
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 from pipeline.bench import BenchSettings, bench, runner
 from pipeline.bench.prefix import boundary_lengths, parallel_hits, prefix_hits
 from pipeline.serve import ServerDied, ServerSettings, probe, running, watchdog
+from tests.serve.conftest import sockets_of
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-k3"
 VOCABULARY = 1024
@@ -125,6 +126,8 @@ def test_killing_the_api_server_leaves_no_engine(server):
     """https://github.com/vllm-project/vllm/issues/55510: EngineCore and the workers outlived it and held the memory."""
     family = watchdog.family(server.pid)
     assert len(family) >= 2, "an API server and an engine"
+    sockets = sockets_of(server.pid)
+    assert any(sockets.iterdir()), "vLLM puts its sockets where it is told to"
     os.kill(server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while [pid for pid in family if watchdog.read_process(pid)] and time.monotonic() < deadline:
@@ -132,3 +135,6 @@ def test_killing_the_api_server_leaves_no_engine(server):
     assert not [pid for pid in family if watchdog.read_process(pid)]
     with pytest.raises(ServerDied, match="killed by signal 9"):
         server.check()
+    while sockets.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not sockets.exists()

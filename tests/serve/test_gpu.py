@@ -58,3 +58,17 @@ def test_a_broken_driver_is_not_a_free_gpu(nvidia_smi):
     nvidia_smi(code=9)
     with pytest.raises(Refused, match="driver mismatch"):
         gpu.check_free()
+
+
+def test_a_gpu_that_cannot_be_read_or_found_is_not_a_free_one(nvidia_smi):
+    nvidia_smi(used0="[N/A]")
+    with pytest.raises(Refused, match=r"does not tell how much memory of GPU 0 is in use: '\[N/A\]'"):
+        gpu.check_free()
+    gpu.check_free(visible="1")
+    nvidia_smi(apps="GPU-b, 7, 70000, python\\n")
+    with pytest.raises(Refused, match="GPU 1: pid 7"):
+        gpu.check_free(visible="0, GPU-b")
+    for unknown in ("2", "MIG-7c"):
+        with pytest.raises(Refused, match=f"names {unknown}, which nvidia-smi does not list"):
+            gpu.check_free(visible=f"0,{unknown}")
+    gpu.check_free(visible="")

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.serve import lock, watchdog
 from pipeline.serve.process import guardians
-from tests.serve.conftest import MOCK
+from tests.serve.conftest import MOCK, sockets_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMISE_S = 10.0
@@ -103,8 +103,10 @@ def test_killing_the_stage_ends_the_server(stage, tmp_path, number):
     process = start([sys.executable, stage(ignore_sigterm=number == signal.SIGKILL)], tmp_path)
     try:
         pids = server_pids(tmp_path, process)
+        sockets = sockets_of(pids[0])
+        assert sockets.is_dir()
         process.send_signal(number)
-        assert gone(pids)
+        assert gone(pids) and wait_for(lambda: not sockets.exists(), PROMISE_S)
     finally:
         end(process, tmp_path)
 
@@ -151,9 +153,10 @@ def test_killing_the_watchdog_too_leaves_nothing(mock_settings, tmp_path):
     with pytest.raises(ServerDied, match="watchdog was killed"):
         with running(mock_settings(fork_child=True), tmp_path / "log") as server:
             pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+            sockets = sockets_of(pids[0])
             os.kill(watchdog.read_process(server.pid).parent, signal.SIGKILL)
             assert wait_for(lambda: not server.alive, 5)
-    assert gone(pids)
+    assert gone(pids) and not sockets.exists()
 
 
 def test_a_process_that_leaves_the_group_is_found(tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import Invalid
-from pipeline.serve import compare_probe, http, logs
+from pipeline.serve import ServerDied, compare_probe, http, logs
 from tests.mock_openai import Behaviour, MockServer
 
 
@@ -51,6 +51,25 @@ def test_a_scale_of_one_is_called_uncalibrated():
     assert "kv_scales" not in logs.facts(LOG.replace("scaling factor 1.0", "scaling factor 0.75"))
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total", "nvidia-smi"),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "raise kv-cache-memory-bytes"),
+        ("ValueError: To serve at least one request with the model's max seq len (1048576), 28.99 GiB", "lower max-model"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", "the host's memory"),
+        ("OSError: [Errno 98] error while attempting to bind on address: address already in use", "took the port"),
+        ("OSError: [Errno 28] No space left on device", "is full"),
+        ("ValueError: no kernel for W9", None),
+    ],
+)
+def test_what_ends_servers_most_often_is_told_with_its_remedy(tmp_path, line, told):
+    (tmp_path / "log").write_text(f"INFO loading\n{line}\n")
+    message = str(ServerDied("the server exited with code 1", tmp_path / "log"))
+    assert message.startswith("the server exited with code 1") and message.endswith(line)
+    assert (told in message.splitlines()[1]) if told else ("tells why" not in message)
+
+
 def test_the_end_of_a_long_log(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"x\n" * 100_000 + b"\xff the end\n")
@@ -74,3 +93,8 @@ def test_metrics_are_summed_over_engines_and_gauges_are_not():
     assert values["vllm:request_success_total"] == 7 and values["vllm:request_success_total/stop"] == 3
     assert "vllm:e2e_bucket" not in values
     assert http.cache_config(text)["block_size"] == "256"
+
+
+def test_a_metric_that_is_no_number_counts_as_not_exported():
+    text = "vllm:kv_cache_usage_perc NaN\nvllm:num_requests_running oops\nvllm:prompt_tokens_total 3 1790000000\n"
+    assert http.parse_metrics(text) == {"vllm:prompt_tokens_total": 3.0}

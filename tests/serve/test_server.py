@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 
 import pytest
 
 from pipeline.errors import Invalid, Refused, Unreadable
-from pipeline.serve import NotReady, ServerDied, ServerSettings, WrongModel, http, running, watchdog
+from pipeline.serve import NotReady, ServerDied, ServerSettings, WrongModel, http, process, running, watchdog
+from tests.serve.conftest import sockets_of
 
 
 def pids(tmp_path):
@@ -142,6 +146,29 @@ def test_a_killed_server_takes_its_children_along(mock_settings, tmp_path):
             server.check("testing")
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_sockets_of_a_server_go_with_it(mock_settings, tmp_path, killed):
+    """Killed, vLLM leaves them in the temporary directory for good."""
+    with pytest.raises(ServerDied) if killed else contextlib.nullcontext():
+        with running(mock_settings(), tmp_path / "log") as server:
+            folder = sockets_of(server.pid)
+            (folder / "4d2c-left-behind").touch()
+            assert folder.stat().st_mode & 0o777 == 0o700
+            if killed:
+                os.kill(server.pid, signal.SIGKILL)
+    assert not folder.exists()
+
+
+def test_a_socket_has_room_for_its_path_however_deep_the_temporary_directory(tmp_path, monkeypatch):
+    """Linux takes 107 bytes: vLLM would not start."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = process.socket_folder()
+    shutil.rmtree(folder)
+    assert len(folder) + 1 + 36 <= 107
+
+
 def test_death_is_told_whatever_the_client_made_of_it(mock_settings, tmp_path):
     with pytest.raises(ServerDied, match="exited with code 1.*RequestFailed"):
         with running(mock_settings(die_after=2), tmp_path / "log") as server:
@@ -185,10 +212,12 @@ def test_an_error_of_the_block_passes_through(mock_settings, tmp_path):
 def test_no_secret_reaches_arguments_environment_or_log(mock_settings, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_sesame")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-sesame")
+    monkeypatch.setenv("GITHUB_PAT", "gh-sesame")
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "last-server"))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with running(mock_settings(_environment={"OMP_NUM_THREADS": "1"}), tmp_path / "log") as server:
         seen = open(f"/proc/{server.pid}/environ", "rb").read() + open(f"/proc/{server.pid}/cmdline", "rb").read()
-        assert b"sesame" not in seen and b"proxy=http" not in seen
+        assert b"sesame" not in seen and b"proxy=http" not in seen and b"last-server" not in seen
         assert b"VLLM_SERVER_DEV_MODE=1" in seen and b"OMP_NUM_THREADS=1" in seen
         assert os.readlink(f"/proc/{server.pid}/fd/0") == "/dev/null", "a question on stdin must not hang the run"
         assert os.getsid(server.pid) == server.pid != os.getsid(0)
