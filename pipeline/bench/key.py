@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pipeline.bench.settings import BenchSettings
-from pipeline.files import sha256_json
+from pipeline.checkpoint.declared import CONFIG_KEYS
+from pipeline.files import read_json, sha256_json
 from pipeline.serve.settings import ServerSettings
 
 VARIANT_AXES = ("kv_cache_dtype", "state_dtype")
@@ -22,7 +24,8 @@ def comparability(
     software: Mapping | None,
     under_test: tuple[str, ...] = VARIANT_AXES,
 ) -> dict[str, Any]:
-    """``{"key", "parts"}``: hash of workload, machine, software, cache policy and every server setting not under test.
+    """``{"key", "parts"}``: hash of workload, machine, software, cache policy, model and every server setting not under
+    test.
 
     ``key`` is ``None`` without fingerprints: a figure from an unknown machine compares with nothing.
     """
@@ -30,12 +33,28 @@ def comparability(
     parts = {
         "workload": settings.workload_key(),
         "server": held,
+        "model": model_identity(server.model),
         "under_test": sorted(under_test),
         "hardware": None if hardware is None else sha256_json(hardware),
         "software": None if software is None else sha256_json(software),
     }
     unknown = hardware is None or software is None
     return {"key": None if unknown else sha256_json(parts), "parts": parts}
+
+
+def model_identity(checkpoint: Path | str) -> str | None:
+    """Hash of config.json without its quantization: equal for all variants of one model; ``None`` without the file.
+
+    A narrowed run of another model would else be set against the committed speeds of this one.
+    """
+    path = Path(checkpoint) / "config.json"
+    return sha256_json(_without_quantization(read_json(path))) if path.is_file() else None
+
+
+def _without_quantization(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_quantization(value) for name, value in config.items() if name not in CONFIG_KEYS}
 
 
 def compare(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -37,6 +38,21 @@ def test_variants_compare(run):
     fp8 = dataclasses.replace(SERVER, model="/models/fp8", served_name="fp8-fp8", kv_cache_dtype="fp8")
     found = compare(result(run), result(run, 150, server=fp8, checkpoint_id="b"))
     assert found["status"] == "valid" and found["ratios"]["output_tok_s"] == 1.5
+
+
+def test_variants_of_one_model_compare_and_two_models_do_not(run, tmp_path):
+    servers = {}
+    for name, config in {
+        "native": {"hidden_size": 128, "text_config": {"layers": 5, "quantization_config": {"format": "mxfp4"}}},
+        "fp8": {"hidden_size": 128, "text_config": {"layers": 5}, "quantization_config": {"format": "float"}},
+        "other": {"hidden_size": 256, "text_config": {"layers": 5}},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        servers[name] = dataclasses.replace(SERVER, model=tmp_path / name)
+    native, fp8, other = (result(run, server=server) for server in servers.values())
+    assert compare(native, fp8)["status"] == "valid"
+    assert "model differ" in compare(native, other)["reason"]
 
 
 @pytest.mark.parametrize(
