@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import EXIT_REFUSED, PipelineError
 
+CODE_FILE = "K3Q_STAGE_CODE"
+"""Environment variable: where a stage leaves its exit code, since dvc has one of its own for every failure."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -17,12 +20,17 @@ def run(main: Callable[..., None]) -> None:
     try:
         main(*sys.argv[1:])
     except PipelineError as error:
-        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _leave(str(error), error.exit_code)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
         where = f"{error.filename}: " if error.filename else ""
         remedy = "No file is half-written: free space, then give the same command again"
-        print(f"{Path(sys.argv[0]).stem}: {where}{error.strerror}.  {remedy}", file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
+        _leave(f"{where}{error.strerror}.  {remedy}", EXIT_REFUSED)
+
+
+def _leave(message: str, code: int) -> None:
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    if told := os.environ.get(CODE_FILE):
+        Path(told).write_text(str(code))
+    sys.exit(code)

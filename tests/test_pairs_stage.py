@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from pipeline.errors import Unreadable
 from pipeline.evals.runs import NEEDED, SAMPLES, load_run
 from pipeline.report.build import build_pictures
 from stages import pairs
+from tests.imports import REPOSITORY
 
 ROW = {
     "id": "a",
@@ -88,3 +90,18 @@ def test_a_full_disk_is_one_line_too_and_any_other_fault_a_traceback(monkeypatch
     monkeypatch.setattr(sys, "argv", ["somewhere/stages/evaluate.py", errno.EIO])
     with pytest.raises(OSError):
         stage.run(main)
+
+
+@pytest.mark.parametrize(("raised", "code"), [("Refused('no')", 3), ("Invalid('no')", 5), ("Unreadable('no')", 6)])
+def test_repro_ends_with_the_code_of_the_stage_that_failed_and_not_with_dvcs(tmp_path, capfd, raised, code):
+    from pipeline.repro import dvc_repro
+
+    script = f"from pipeline import errors, stage\n\ndef main():\n    raise errors.{raised}\n\nstage.run(main)\n"
+    (tmp_path / "fails.py").write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{script}")
+    command = f"{sys.executable} fails.py"
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"a": {"cmd": command, "outs": ["never"]}}}))
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], check=True)
+    assert dvc_repro([]) == code
+    assert "fails: no" in capfd.readouterr().err
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"a": {"cmd": "exit 7", "outs": ["never"]}}}))
+    assert dvc_repro([]) == 255, "no stage of ours: dvc's own"

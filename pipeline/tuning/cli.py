@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from pipeline import env, params
+from pipeline.repro import dvc_repro
 from pipeline.tuning.settings import SERVER_AXES, TuningSettings, expand, read
 from pipeline.variant import Variant
 
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
             print(point.name)
         return 0
     env.ensure(params.load("hardware")["server_env"])
-    return subprocess.run([sys.executable, "-m", "dvc", "repro", "tuning/dvc.yaml", *arguments.dvc]).returncode
+    return dvc_repro(["tuning/dvc.yaml", *arguments.dvc])
 
 
 def baseline_values(settings: TuningSettings) -> dict:
