@@ -14,7 +14,13 @@ from pathlib import Path
 from workspace import copy, run
 
 SERVED = ("quant=native", "kv=auto")
-TUNING = ("tuning.axes={block_size:[64],max_num_seqs:[4]}", "tuning.pairs=3")
+MOVED = {"block_size": [64], "max_num_seqs": [4]}
+LEFT_OUT = ("prefix_match_unit", "kv", "max_num_batched_tokens", "long_prefill_token_threshold", "quant")
+TUNING = (
+    *(f"tuning.axes.{axis}={values}" for axis, values in MOVED.items()),
+    *(f"~tuning.axes.{axis}" for axis in LEFT_OUT),
+    "tuning.pairs=3",
+)
 
 
 def benchmark(target: Path, env: str, script: str, *arguments: str) -> dict:

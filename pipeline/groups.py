@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from pipeline.bench.settings import parse as parse_bench
 from pipeline.evals.settings import parse as parse_eval
@@ -31,7 +31,7 @@ class Model(Group):
     revision: str | None
     trust_remote_code: StrictBool
     reference_scores: str | None
-    cache_below_gib: PositiveFloat
+    cache_below_gib: Annotated[float, Field(gt=0, strict=True)]
 
 
 class KvSetting(Group):

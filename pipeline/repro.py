@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     code = dvc_repro(argv)
     if code == 0:
         subprocess.run([*DVC, "metrics", "show", "--md", "metrics/variants"])
-        print("\nThe report: metrics/report.md   The change against a branch: dvc metrics diff main --md")
+        print("\nThe report: metrics/report.md   The change against a branch: python3 -m pipeline diff main")
     return code
 
 

@@ -26,6 +26,7 @@ FIELDS = {
     "enable-prefix-caching": "enable_prefix_caching",
     "trust-remote-code": "trust_remote_code",
 }
+SWITCHES = ("enable_prefix_caching", "trust_remote_code")
 # The variant decides these, whatever the recipe of the machine says.
 VARIANT = ("kv-cache-dtype", "mamba-ssm-cache-dtype", "seed")
 LABELS = {"calibrated": "calibrated", "scale_1.0": "uncalibrated (scale 1.0)"}
@@ -90,15 +91,15 @@ def server_settings(
     """The settings that one variant is evaluated and benched with.
 
     ``kv`` is one entry of the parameters' ``kv.dtypes``.  Remote code runs only when both the machine's recipe and the model's own
-    group allow it.  Raises :class:`Refused` for a machine of several nodes: one process group on one host is what
-    :mod:`pipeline.serve` can start, watch and end.
+    group allow it.  Raises :class:`Refused` for a flag of the wrong type, and for a machine of several nodes: one process group on
+    one host is what :mod:`pipeline.serve` can start, watch and end.
     """
     if hardware.nodes > 1:
         raise Refused(
             f"hardware {hardware.name}: {hardware.nodes} nodes; this pipeline starts servers on one host only.  Plan for it with "
             "`pipeline plan`, or serve on a single-node machine"
         )
-    fields = {FIELDS[name]: setting.value for name, setting in hardware.flags.items() if name in FIELDS}
+    fields = {FIELDS[name]: _typed(hardware, name) for name in hardware.flags if name in FIELDS}
     fields["trust_remote_code"] = trust_remote_code and bool(fields.get("trust_remote_code", False))
     parallel = {
         "--pipeline-parallel-size": hardware.pipeline_parallel,
@@ -119,3 +120,11 @@ def server_settings(
         environment=hardware.environment_variables(),
         **fields,
     )
+
+
+def _typed(hardware: Hardware, flag: str) -> int | bool:
+    value, switch = hardware.flags[flag].value, FIELDS[flag] in SWITCHES
+    if type(value) is not (bool if switch else int):
+        wanted = "true or false" if switch else "a whole number"
+        raise Refused(f"hardware {hardware.name}, flags.{flag}: expected {wanted}, not {value!r}")
+    return value

@@ -49,6 +49,14 @@ def test_every_machine_that_can_be_started_gives_settings_and_the_others_say_why
                 server_settings(machine, "k3", Path("x"), FP8)
 
 
+@pytest.mark.parametrize(("flag", "value"), [("max-model-len", "8192"), ("max-num-seqs", 1.5), ("enable-prefix-caching", "false")])
+def test_a_flag_of_the_wrong_type_is_refused_with_its_name(flag, value):
+    machine = hardware.load("cpu")
+    flags = machine.flags | {flag: replace(machine.flags[flag], value=value)}
+    with pytest.raises(Refused, match=f"hardware cpu, flags.{flag}: expected .*, not '?{value}"):
+        server_settings(replace(machine, flags=flags), "k3", Path("x"), FP8)
+
+
 def planned(verdict, *refusals):
     warnings = [f"{verdict}: fp8-fp8 on cpu: nobody ran it"] if verdict == "untested" else []
     return {"verdict": verdict, "refusals": [{"message": text} for text in refusals], "warnings": ["another", *warnings]}

@@ -36,6 +36,8 @@ def test_every_missing_shard_is_listed(folder):
     [
         ("bench", {"repeats": "three"}, "bench: repeats 'three'"),
         ("gates", {"acuracy_margin": 0.1}, "acuracy_margin"),
+        ("model", {"cache_below_gib": "50"}, "cache_below_gib"),
+        ("eval", {"items": {"single": -1}}, "items.single"),
         ("serve", {"allow_untested": "false"}, "allow_untested"),
         ("kv", {"dtypes": {"fp9": {"cache_dtype": "fp8", "state_dtype": "auto"}}}, "fp9"),
     ],

@@ -18,6 +18,8 @@ def section(comparisons: Comparisons) -> list[str]:
     lines = ["## Accuracy against native", ""]
     lines += [sentence for block in comparisons.values() if (sentence := noise_sentence(block.get("noise")))]
     lines += ["", *_table(GATED, _gated(comparisons))]
+    alarms = [f"- {name}: alarm, {alarm}" for name, block in comparisons.items() for alarm in block.get("alarms") or ()]
+    lines += [*alarms, ""] if alarms else []
     lines += _axis(
         comparisons,
         "by_generated_tokens",

@@ -9,7 +9,7 @@ from pipeline.evals.baseline import reference
 from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
-from pipeline.report import diff, speed
+from pipeline.report import accuracy, diff, speed
 from pipeline.report.build import build, read_comparisons, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
 from pipeline.report.row import TRACE, build_row
@@ -100,6 +100,13 @@ def row_of(bench, native=BENCH):
     compared = key.compare(native, bench) | {"unlike": key.unlike(native, bench)}
     comparison = {"verdict": "pass", "reason": None, "memory_findings": [], "speed": compared}
     return build_row(EVALUATION, bench, {"label": "scale_1.0"}, {"damage": None}, comparison), comparison
+
+
+def test_a_margin_below_the_noise_floor_is_told_in_the_report():
+    """https://github.com/vllm-project/vllm/issues/23138: the same model scores differently from batch to batch."""
+    block = {"status": "valid", "verdict": "pass", "reason": None, "overall": None}
+    block |= {"alarms": ["overall: the margin of 0.020 is below the noise floor of 0.060: it judges noise"]}
+    assert "- fp8-auto: alarm, " + block["alarms"][0] in accuracy.section({"fp8-auto": block})
 
 
 def test_a_row_takes_its_status_from_the_evaluation():
