@@ -120,12 +120,9 @@ class RegionScheme:
         buffer of at least ``rows * columns`` bytes that the returned weight may lie in.
         """
         rows, groups = exponents.shape
-        region_groups = self.columns_of_region(groups * 32) // 32
-        shape = (rows // self.region_rows, groups // region_groups)
-        peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
-        kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
+        peak, lowest, highest = self._peaks(packed, exponents)
         tables = self.tables
-        region_class, scale = np.empty(shape, np.uint8), np.empty(shape, np.float32)
+        region_class, scale = np.empty(peak.shape, np.uint8), np.empty(peak.shape, np.float32)
         low, high, spread = kernels.settle(
             peak, lowest, highest, tables.exact_offset, tables.unit_scale, tables.zero_scale, region_class, scale
         )
@@ -143,6 +140,21 @@ class RegionScheme:
         )  # fmt: skip
         signal = kernels.signal_power(packed, exponents, SQUARES)
         return Converted(out, scale, Damage(rows * groups * 32, inexact, error, signal, spread))
+
+    def spread_of(self, packed: np.ndarray, exponents: np.ndarray) -> int:
+        """The largest difference of two group exponents in one region, all-zero groups left out."""
+        peak, lowest, highest = self._peaks(packed, exponents)
+        full = peak != kernels.EMPTY
+        return int((highest - lowest)[full].max()) if full.any() else 0
+
+    def _peaks(self, packed: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Peak, lowest and highest exponent of each region, as :func:`pipeline.quant.kernels.regions` tells them."""
+        rows, groups = exponents.shape
+        region_groups = self.columns_of_region(groups * 32) // 32
+        shape = (rows // self.region_rows, groups // region_groups)
+        peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
+        kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
+        return peak, lowest, highest
 
     def _in_parts(self, packed: np.ndarray, exponents: np.ndarray, far: np.ndarray) -> Converted:
         """Rows of regions that are ``far`` out (one flag each) as floats, the rows between them as ever."""
