@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 from pipeline import files
+from pipeline.checkpoint import declared
 from pipeline.checkpoint.finding import ERROR
 from pipeline.checkpoint.lint import lint
+from pipeline.checkpoint.reading import CONFIG
 from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, EXIT_UNREADABLE, PipelineError
 
 
@@ -34,11 +37,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the lint; returns 0, 3 or 6."""
     arguments = parser().parse_args(argv)
+    directory = Path(arguments.directory)
     try:
         manifest = files.read_json(arguments.hashes) if arguments.hashes else None
-        findings = lint(
-            arguments.directory, base=arguments.base, manifest=manifest, headers_only=arguments.headers_only
-        )
+        findings = lint(directory, base=arguments.base, manifest=manifest, headers_only=arguments.headers_only)
+        configs = [path for path, _ in declared.find_configs(files.read_json(directory / CONFIG))]
     except (PipelineError, OSError) as error:  # OSError: a file that may not be read, a disk that fails
         if arguments.json:
             print(json.dumps({"status": "invalid", "reason": str(error), "findings": []}))
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> int:
             "status": "valid",
             "reason": None,
             "clean": not errors,
+            "quantization_configs": configs,
             "errors": len(errors),
             "warnings": warnings,
             "rules": dict(Counter(finding.rule for finding in findings)),
@@ -60,6 +64,7 @@ def main(argv: list[str]) -> int:
     else:
         for finding in findings:
             print(_printable(str(finding)))
+        print(_printable(f"{CONFIG} declares quantization at {', '.join(configs) or 'no place'}"))
         print(f"{arguments.directory}: {len(errors)} errors, {warnings} warnings")
     return EXIT_REFUSED if errors else EXIT_GOOD
 

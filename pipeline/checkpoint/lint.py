@@ -49,6 +49,7 @@ def lint(
         findings += rules_base.against_base(table, other)
         if not headers_only:
             findings += rules_base.bytes_against_base(table, other)
+            findings += rules_base.routers_against_base(table, other)
     if manifest is not None:
         findings += manifests.check(directory, manifest)
     return sorted(set(findings), key=lambda finding: (finding.severity, finding))

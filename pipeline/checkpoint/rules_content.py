@@ -30,7 +30,8 @@ SMALLEST_NORMAL = {"F32": 2.0**-126, "BF16": 2.0**-126, "F64": 2.0**-126}
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 
 
-def _values(dtype: str, data: bytes) -> np.ndarray:
+def values_of(dtype: str, data: bytes) -> np.ndarray:
+    """Stored numbers, decoded exactly; bytes of other dtypes as they are."""
     match dtype:
         case "BF16":
             return numbers.bf16_values(np.frombuffer(data, np.uint16))
@@ -85,7 +86,7 @@ def _floats(checkpoint: Checkpoint, shard: str, tensor: Tensor, is_scale: bool, 
     count = nan = infinite = zero = negative = tiny = uneven = 0
     smallest = SMALLEST_NORMAL.get(tensor.dtype, 0.0)
     for data in chunks_of(checkpoint, shard, tensor):
-        x = _values(tensor.dtype, data)
+        x = values_of(tensor.dtype, data)
         count += x.size
         nan += int(np.isnan(x).sum())
         infinite += int(np.isinf(x).sum())
@@ -163,7 +164,7 @@ def global_scales(table: Table) -> Iterator[Finding]:
             scales = {}
             for module in members:
                 tensor = table.modules[module][parameter]
-                scales[module] = float(_values(tensor.dtype, table.checkpoint.read(tensor.name)).reshape(-1)[0])
+                scales[module] = float(values_of(tensor.dtype, table.checkpoint.read(tensor.name)).reshape(-1)[0])
             if len(set(scales.values())) > 1:
                 name = f"{members[-1]}.{parameter}"
                 each = ", ".join(f"{module.rpartition('.')[2]} {value:g}" for module, value in scales.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from pipeline.checkpoint import numbers
 from pipeline.errors import Refused
 from pipeline.quant import kernels
-from pipeline.quant.damage import Damage
+from pipeline.quant.damage import NOTHING, Damage
 from pipeline.quant.tables import Tables
 
 # Group exponents outside are decoded and rounded as floats: there bf16 arithmetic meets subnormals and infinity, and
@@ -119,17 +120,15 @@ class RegionScheme:
         buffer of at least ``rows * columns`` bytes that the returned weight may lie in.
         """
         rows, groups = exponents.shape
-        region_groups = self.columns_of_region(groups * 32) // 32
-        shape = (rows // self.region_rows, groups // region_groups)
-        peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
-        kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
+        peak, lowest, highest = self._peaks(packed, exponents)
         tables = self.tables
-        region_class, scale = np.empty(shape, np.uint8), np.empty(shape, np.float32)
+        region_class, scale = np.empty(peak.shape, np.uint8), np.empty(peak.shape, np.float32)
         low, high, spread = kernels.settle(
             peak, lowest, highest, tables.exact_offset, tables.unit_scale, tables.zero_scale, region_class, scale
         )
         if low <= high and (low < -SAFE_EXPONENT or high > SAFE_EXPONENT):
-            converted = self.from_float(numbers.mxfp4_values(packed, exponents), "BF16")
+            far = (peak != kernels.EMPTY) & ((lowest < -SAFE_EXPONENT) | (highest > SAFE_EXPONENT))
+            converted = self._in_parts(packed, exponents, far.any(axis=1))
             return replace(converted, damage=replace(converted.damage, spread=spread))
         offset = np.empty((rows, groups), np.int8)
         kernels.offsets(exponents, self.region_rows, peak, tables.largest_offset, offset)
@@ -141,6 +140,34 @@ class RegionScheme:
         )  # fmt: skip
         signal = kernels.signal_power(packed, exponents, SQUARES)
         return Converted(out, scale, Damage(rows * groups * 32, inexact, error, signal, spread))
+
+    def spread_of(self, packed: np.ndarray, exponents: np.ndarray) -> int:
+        """The largest difference of two group exponents in one region, all-zero groups left out."""
+        peak, lowest, highest = self._peaks(packed, exponents)
+        full = peak != kernels.EMPTY
+        return int((highest - lowest)[full].max()) if full.any() else 0
+
+    def _peaks(self, packed: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Peak, lowest and highest exponent of each region, as :func:`pipeline.quant.kernels.regions` tells them."""
+        rows, groups = exponents.shape
+        region_groups = self.columns_of_region(groups * 32) // 32
+        shape = (rows // self.region_rows, groups // region_groups)
+        peak, lowest, highest = (np.empty(shape, np.int32) for _ in range(3))
+        kernels.regions(packed.view(np.uint64), exponents, self.region_rows, region_groups, peak, lowest, highest)
+        return peak, lowest, highest
+
+    def _in_parts(self, packed: np.ndarray, exponents: np.ndarray, far: np.ndarray) -> Converted:
+        """Rows of regions that are ``far`` out (one flag each) as floats, the rows between them as ever."""
+        edges = [0, *(np.flatnonzero(far[1:] != far[:-1]) + 1).tolist(), len(far)]
+        parts = []
+        for start, end in pairwise(edges):
+            rows = slice(start * self.region_rows, end * self.region_rows)
+            if far[start]:
+                parts.append(self.from_float(numbers.mxfp4_values(packed[rows], exponents[rows]), "BF16"))
+            else:
+                parts.append(self.from_mxfp4(packed[rows], exponents[rows]))
+        weight = np.concatenate([part.weight.view(np.uint8) for part in parts])
+        return Converted(weight, np.concatenate([p.scale for p in parts]), sum((p.damage for p in parts), NOTHING))
 
     def from_float(self, x: np.ndarray, dtype: str) -> Converted:
         """Round float32 values ``x [rows, columns]`` that were stored as ``dtype`` (BF16, F16 or F32), whole regions.

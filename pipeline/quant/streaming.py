@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +214,8 @@ def _convert(
         rows = load(start, end)
         if calibrated is not None:
             converted = calibrated.convert(module, numbers.mxfp4_values(*rows) if module.mxfp4 else rows)
+            if module.mxfp4:
+                converted = replace(converted, damage=replace(converted.damage, spread=scheme.spread_of(*rows)))
         elif isinstance(scheme, Nvfp4Scheme):
             converted = scheme.from_mxfp4(*rows, base=step.base)
         elif module.mxfp4:

@@ -66,6 +66,17 @@ def test_names_that_no_terminal_takes_are_printed_escaped(fp8, capsys):
         assert "\\udcff.ü" in capsys.readouterr().out
 
 
+def test_where_the_quantization_config_sits_is_told(tmp_path, fp8, capsys):
+    native, plain = fixtures.write_k3(tmp_path / "native"), fixtures.write_k3(tmp_path / "plain", packed=False)
+    for directory, place in ((native, "$.text_config.quantization_config"), (fp8, "$.quantization_config")):
+        assert main([str(directory)]) == 0
+        assert f"config.json declares quantization at {place}\n" in capsys.readouterr().out
+        assert main([str(directory), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["quantization_configs"] == [place]
+    assert main([str(plain)]) == 0
+    assert "config.json declares quantization at no place\n" in capsys.readouterr().out
+
+
 def test_a_truncated_shard_is_a_finding_not_a_crash(fp8, capsys):
     shard = fp8 / "model-00002-of-000003.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])

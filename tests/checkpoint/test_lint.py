@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import numbers
+from pipeline.checkpoint import numbers, rules_base
 from pipeline.checkpoint.lint import lint
 from pipeline.errors import Unreadable
 from tests.checkpoint import fixtures
@@ -578,6 +578,30 @@ def test_base_comparison(originals, checkpoint, rule, damage, names):
     damage(directory)
     found = [finding for finding in lint(directory, base=originals / "native") if finding.rule == rule]
     assert any(names in str(finding) for finding in found), found
+
+
+def test_a_router_that_was_rounded_is_told_with_what_that_moves():
+    """https://github.com/sgl-project/sglang/pull/33764: of near-tied scores, bf16 keeps no order."""
+    rng = np.random.default_rng(1)
+    shared = rng.standard_normal((1, 64)) / 8
+    weight = (shared + rng.standard_normal((896, 64)) * 1e-3).astype(np.float32)  # scores within about 1e-3
+    bias = np.zeros(896, np.float32)
+    rounded = numbers.round_bf16(weight), bias
+    assert rules_base.other_choices((weight, bias), (weight.copy(), bias), 16) == 0
+    assert rules_base.other_choices((weight, bias), rounded, 16) > rules_base.ROUTED_TOKENS // 2
+    apart = (rng.standard_normal((896, 64)) / 8).astype(np.float32)
+    moved = rules_base.other_choices((apart, bias), (numbers.round_bf16(apart), bias), 16)
+    assert 0 < moved < rules_base.ROUTED_TOKENS // 4
+
+
+@pytest.mark.parametrize("parameter", ["weight", "e_score_correction_bias"])
+def test_a_drifted_router_is_a_finding_of_its_own(originals, checkpoint, parameter):
+    directory, base = checkpoint("fp8"), originals / "native"
+    gate = PREFIX + "layers.1.block_sparse_moe.gate"
+    assert "router-drift" not in {finding.rule for finding in lint(directory, base=base)}
+    edit_values(directory, f"{gate}.{parameter}", lambda values: np.copyto(values, values[::-1].copy()))
+    (found,) = [finding for finding in lint(directory, base=base) if finding.rule == "router-drift"]
+    assert found.tensor == gate + ".weight" and "go to another set of 2 experts" in found.message
 
 
 def test_what_stands_beside_a_quantized_weight_is_compared_too(tmp_path):

@@ -78,6 +78,14 @@ def loaded(source):
 
 
 @pytest.mark.parametrize("key", KEYS)
+def test_the_source_s_exponent_spread_is_reported_as_of_the_plain_scheme(made, source, key, tmp_path):
+    _, report = made(key)
+    plain = engine.requantize(source, tmp_path / "plain", replace(recipe_of(key), calibration=None))
+    spreads = [[row["largest_exponent_spread"] for row in r["damage"]["by_kind_and_layer"]] for r in (report, plain)]
+    assert spreads[0] == spreads[1] and None not in spreads[0]
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_it_verifies_against_its_source(made, source, key):
     target, report = made(key)
     found = [item for item in lint(target, base=source, manifest=report) if item.severity == ERROR]

@@ -148,6 +148,27 @@ def test_the_spread_is_reported_where_exponents_are_extreme(tmp_path):
     assert 110 <= report["damage"]["total"]["largest_exponent_spread"] <= 117
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=label)
+@pytest.mark.parametrize("exponent", [1, 240])
+def test_a_row_of_extreme_exponents_costs_no_other_row_its_exactness(tmp_path, recipe, exponent):
+    plain, odd = fixtures.write_k3(tmp_path / "plain"), fixtures.write_k3(tmp_path / "odd")
+    module = fixtures.EXPERT.format(layer=1, expert=0, name="w2")
+    for source in (plain, odd):  # w2 shares no scale with another matrix
+        fixtures.edit_values(source, module + ".weight_scale", lambda v: v.fill(120))
+    fixtures.edit_values(odd, module + ".weight_scale", lambda v: [v[row].fill(exponent) for row in (0, 3, 4, 127)])
+    found = []
+    for source in (plain, odd):
+        target = source.with_suffix(".out")
+        report = engine.requantize(source, target, recipe)
+        before, after = reference.tensors_of(source), reference.tensors_of(target)
+        weights, inexact, _, _ = reference.damage(before, after, reference.modules_of(before))
+        assert (report["damage"]["total"]["weights"], report["damage"]["total"]["inexact_weights"]) == (weights, inexact)
+        found.append(reference.matrix(after, module))
+    rows = [row for row in range(128) if row not in (0, 3, 4, 127)]
+    if recipe.format not in ("fp8_block", "nvfp4"):  # there a block or the whole matrix shares a scale
+        assert np.array_equal(found[0][rows], found[1][rows])
+
+
 @pytest.mark.parametrize(
     "recipe", [Recipe("fp8_block"), Recipe("int8_channel", scale="amax"), Recipe("w4a16")], ids=label
 )
