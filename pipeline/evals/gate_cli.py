@@ -71,17 +71,15 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
             "exit_code": EXIT_INVALID,
             "reason": fault,
             "baseline": _baseline(references),
-        "noise": _noise(references),
+            "noise": _noise(references),
             "variants": {name: _line(block) | {"verdict": "not_judged"} for name, block in chosen.items()},
         }
     codes = {name: EXIT_CODES.get(block.get("verdict"), EXIT_INVALID) for name, block in chosen.items()}
     code = next((code for code in WORST_FIRST if code in codes.values()), EXIT_GOOD)
-    verdict = {EXIT_GOOD: "pass", EXIT_REFUSED: "fail", EXIT_INCONCLUSIVE: "inconclusive", EXIT_INVALID: "invalid"}[
-        code
-    ]
+    verdicts = {EXIT_GOOD: "pass", EXIT_REFUSED: "fail", EXIT_INCONCLUSIVE: "inconclusive", EXIT_INVALID: "invalid"}
     decisive = [f"{name}: {block.get('reason')}" for name, block in chosen.items() if code and codes[name] == code]
     return {
-        "verdict": verdict,
+        "verdict": verdicts[code],
         "exit_code": code,
         "reason": "; ".join(decisive) or None,
         "baseline": _baseline(references),
