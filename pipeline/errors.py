@@ -24,12 +24,6 @@ class Refused(PipelineError):
     exit_code = EXIT_REFUSED
 
 
-class Inconclusive(PipelineError):
-    """The evidence does not decide the question."""
-
-    exit_code = EXIT_INCONCLUSIVE
-
-
 class Invalid(PipelineError):
     """A run that cannot be trusted, or two results that cannot be compared.  Invalid is not the same as bad."""
 
