@@ -30,7 +30,7 @@ WORST_FIRST = (EXIT_REFUSED, EXIT_INVALID, EXIT_INCONCLUSIVE)
 def main(argv: list[str]) -> int:
     """Print one line a variant and return the exit code.  Raises :class:`Unreadable` when there is nothing to judge."""
     parser = argparse.ArgumentParser(
-        prog="python3 -m pipeline gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python3 -m pipeline gate", description=__doc__.partition(": ")[2], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "variants", nargs="*", help="variants to judge, e.g. fp8-auto (default: all that were compared)"
