@@ -43,12 +43,26 @@ def _parser() -> argparse.ArgumentParser:
         "decode-context-parallel",
     ]
     for name in whole:
-        parser.add_argument(f"--{name}", type=int, metavar="N")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X")
+        parser.add_argument(f"--{name}", type=count, metavar="N")
+    parser.add_argument("--gpu-memory-utilization", type=share, metavar="X")
     parser.add_argument("--engine-version", metavar="V", help="the engine to plan for, if not the hardware file's")
     for name in ("prefix-caching", "expert-parallel", "text-only"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
     return parser
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    return value
 
 
 def _table_kv(machine: machines.Hardware) -> str:
