@@ -161,12 +161,12 @@ class GateSettings(Strict):
 
 
 def parse(raw: Any) -> EvalSettings:
-    """The ``eval:`` group.  Raises :class:`Refused` naming each wrong key and value."""
+    """The ``eval:`` group.  Raises :class:`~pipeline.errors.Refused` naming each wrong key and value."""
     return _parse(EvalSettings, raw, "eval")
 
 
 def parse_gates(raw: Any) -> GateSettings:
-    """The ``gates:`` group.  Raises :class:`Refused` naming each wrong key and value."""
+    """The ``gates:`` group.  Raises :class:`~pipeline.errors.Refused` naming each wrong key and value."""
     return _parse(GateSettings, raw, "gates")
 
 
