@@ -45,9 +45,9 @@ def evaluate(name: str, settings: EvalSettings, samples: Path, *, label: str | N
     print(f"evaluate: {label}: asking only what is shorter than {length}", file=sys.stderr, flush=True)
     try:
         return _once(name, settings, samples, label, below=length)
-    except _Died:
+    except _Died as death:
         _stop_unless_wanted(wanting, label)
-        return result
+        return death.result  # the samples are of this attempt by now, so the counts must be too
 
 
 def _stop_unless_wanted(wanting: list[list[int]], label: str) -> None:
