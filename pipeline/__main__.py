@@ -28,6 +28,7 @@ COMMANDS = {
     "env": (None, "pipeline.env", "list, make, run and remove the environments"),
 }
 REPOSITORY = Path(__file__).resolve().parents[1]
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell tells it
 
 
 def usage() -> str:
@@ -54,7 +55,12 @@ def main(argv: list[str]) -> int:
                     [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
                 )
                 os.execv(python, [str(python), "-m", "pipeline", *argv])
-        return importlib.import_module(module).main(arguments)
+        code = importlib.import_module(module).main(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except PipelineError as error:
         print(f"pipeline {command}: {error}", file=sys.stderr)
         return error.exit_code

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.errors import PipelineError, Refused
+from pipeline.errors import PipelineError, Refused, wrong_values
 from pipeline.files import write_text
 from pipeline.params import PARAMS
 
@@ -36,12 +37,16 @@ def compose(overrides: list[str] = (), name: str = "config") -> str:
         try:
             compose_and_dump(str(target), str(CONF), None, name, folder, list(overrides))
         except HydraException as error:
-            raise Refused(f"conf/: {error}") from None
+            # Without Hydra's search path, and its advice to add the key with `+`, which the check refuses.
+            told = re.split(r"\s*(?:Config search path|To append)", str(error))[0].removeprefix("In 'config': ")
+            raise Refused(f"{told}\nconf/ holds every group and key.") from None
         return target.read_text()
 
 
 def check(params: dict[str, Any]) -> None:
     """Check every group with the module that uses it.  Raises :class:`Refused` naming the group and the key."""
+    from pydantic import ValidationError
+
     from pipeline.groups import GROUPS
 
     unknown = sorted(params.keys() ^ GROUPS.keys())
@@ -52,6 +57,8 @@ def check(params: dict[str, Any]) -> None:
             parse(params[name])
         except PipelineError:
             raise
+        except ValidationError as error:
+            raise wrong_values(name, error) from None
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"params.yaml, group {name}: {error}") from None
 

@@ -95,6 +95,8 @@ def main(argv: list[str]) -> int:
         print(python_of(options.name))
     elif options.command == "remove":
         for name in options.names:
+            facts.spec_of(name)
+        for name in options.names:
             print(f"{name}: {'removed' if remove(name) else 'was not there'}")
     else:
         _list()

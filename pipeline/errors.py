@@ -5,6 +5,8 @@ Exit codes 1 and 2 stay Python's and argparse's own.  A message names the offend
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_GOOD = 0
 EXIT_REFUSED = 3
 EXIT_INCONCLUSIVE = 4
@@ -24,12 +26,6 @@ class Refused(PipelineError):
     exit_code = EXIT_REFUSED
 
 
-class Inconclusive(PipelineError):
-    """The evidence does not decide the question."""
-
-    exit_code = EXIT_INCONCLUSIVE
-
-
 class Invalid(PipelineError):
     """A run that cannot be trusted, or two results that cannot be compared.  Invalid is not the same as bad."""
 
@@ -40,3 +36,14 @@ class Unreadable(PipelineError):
     """An input is missing, truncated or not of the format it claims."""
 
     exit_code = EXIT_UNREADABLE
+
+
+def wrong_values(group: str, error: Any) -> Refused:
+    """A refusal that names each wrong key and value of a pydantic ``ValidationError``."""
+    lines = []
+    for one in error.errors():
+        key = ".".join([group, *map(str, one["loc"])])
+        told = "no such key" if one["type"] == "extra_forbidden" else one["msg"].removeprefix("Value error, ")
+        got = f" (got {one['input']!r:.80})" if one["loc"] else ""  # of a rule over several keys it would be the whole group
+        lines.append(f"{key}: {told}{got}")
+    return Refused("; ".join(lines))

@@ -23,6 +23,9 @@ def main(argv: list[str]) -> int:
     Returns :func:`dvc_repro`'s exit code: a failed stage is never hidden behind a table of the stages that went well.
     """
     os.chdir(REPOSITORY)
+    if set(argv) & {"-h", "--help"}:
+        print("usage: python3 -m pipeline repro [arguments of dvc repro]\n\nMakes the environments, runs these, prints the table:\n")
+        return dvc_repro(["--help"])
     for name in ("core", "quant", load("hardware")["server_env"]):
         env.ensure(name)
     code = dvc_repro(argv)

@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def main(argv: list[str]) -> int:
     """Run pytest with ``argv`` in every environment (``--env NAME`` first: in that one only); 0 when all of it passed."""
+    if set(argv) & {"-h", "--help"}:
+        print(f"usage: python3 -m pipeline test [--env NAME] [arguments of pytest]\n\n{__doc__}")
+        return 0
     only, argv = (argv[1], argv[2:]) if argv[:1] == ["--env"] else (None, argv)
     codes, counts = {}, {"passed": 0, "failed": 0, "skipped": 0}
     for name, folder in RUNS:

@@ -34,8 +34,18 @@ def test_every_choice_of_conf_composes_and_is_valid(choice):
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_its_name():
-    with pytest.raises(config.Refused, match="quant/fp7"):
+    with pytest.raises(config.Refused, match="quant/fp7") as refused:
         config.compose(["quant=fp7"])
+    assert "w4a16_gptq" in str(refused.value) and "file://" not in str(refused.value)
+
+
+def test_a_wrong_value_is_told_by_its_key_and_without_the_parsers_own_words():
+    params = yaml.safe_load(config.compose())
+    params["serve"] |= {"allow_untested": "maybe", "misspelt": 1}
+    with pytest.raises(config.Refused) as refused:
+        config.check(params)
+    assert "serve.misspelt: no such key (got 1)" in str(refused.value)
+    assert "serve.allow_untested: " in str(refused.value) and "pydantic" not in str(refused.value)
 
 
 @pytest.mark.parametrize("group", ["model", "hardware", "kv", "eval", "bench", "gates"])

@@ -518,6 +518,8 @@ def test_make_all_is_the_default_set_and_a_misspelt_name_makes_nothing(workshop)
     with pytest.raises(Refused, match="'fulll'"):
         env.main(["make", "plain", "fulll"])
     assert workshop.trace() == []
+    with pytest.raises(Refused, match="'fulll'"):
+        env.main(["remove", "fulll"])
     env.main(["make", "all"])
     assert [env_facts.state(name) for name in ("plain", "full")] == [READY, READY]
 

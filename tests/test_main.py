@@ -27,6 +27,20 @@ def test_a_wrong_command_line_is_2_and_not_a_verdict(arguments):
     assert "usage: python3 -m pipeline" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "test"])
+def test_help_of_a_command_names_it_and_runs_nothing(command):
+    done = run(command, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python3 -m pipeline {command} ")
+    assert "in environment" not in done.stdout
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback():
+    command = [sys.executable, "-m", "pipeline", "plan", "--json"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141
+
+
 def test_an_error_of_the_pipeline_is_one_line_with_its_exit_code(monkeypatch, capsys):
     from pipeline import __main__ as command_line
     from pipeline import env

@@ -7,7 +7,6 @@ import pytest
 
 from pipeline.errors import Unreadable
 from pipeline.evals.runs import NEEDED, SAMPLES, load_run
-from pipeline.report.build import build_pictures
 from stages import pairs
 
 ROW = {
@@ -51,14 +50,6 @@ def test_an_unfinished_run_gives_no_pairs(here, tmp_path):
     with pytest.raises(Unreadable, match="header of a finished run"):
         pairs.main("native-auto")
     assert not (tmp_path / "metrics").exists()
-
-
-def test_pictures_show_the_variants_whose_answers_are_here(tmp_path):
-    pairs.main("native-auto")
-    build_pictures({"native-auto": {}, "fp8-auto": {}}, {}, tmp_path / "metrics")
-    picture = (tmp_path / "metrics/accuracy_by_length.svg").read_text()
-    assert "native-auto" in picture and "fp8-auto" not in picture
-    assert (tmp_path / "metrics/flips.svg").exists() and (tmp_path / "metrics/heat_maps.svg").exists()
 
 
 def test_a_stage_error_is_one_line_with_its_exit_code(monkeypatch, capsys):

@@ -19,7 +19,7 @@ from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, EXIT_UNREADABLE, PipelineEr
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="pipeline verify",
+        prog="python3 -m pipeline verify",
         description="List everything that is wrong with a checkpoint. Exit code 0: no errors; 3: findings; "
         "6: cannot read it.",
     )

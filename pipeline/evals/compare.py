@@ -288,7 +288,7 @@ def _tell(name: str, cell: dict[str, Any]) -> str:
         f"{name}: {cell['native']:.3f} -> {cell['variant']:.3f} "
         f"({cell['right_to_wrong']} lost, {cell['wrong_to_right']} won "
         f"of {cell['n']}), difference in [{cell['lower']:+.3f}, {cell['upper']:+.3f}], margin {cell['margin']:.3f}; "
-        f"{cell['n']} items support {cell['smallest_margin']:.3f}, the margin needs {cell['n_needed']}"
+        f"had nothing been lost, {cell['n']} items would show {cell['smallest_margin']:.3f}, and {cell['n_needed']} the margin"
     )
 
 

@@ -9,7 +9,6 @@ import matplotlib
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint
 
-from pipeline.evals.runs import Run, right
 from pipeline.files import atomic_open
 
 matplotlib.use("Agg")
@@ -78,22 +77,25 @@ def _map(axis: Axes, title: str, content: tuple[list[str], list[str], np.ndarray
     axis.set_title(title, fontsize=9)
 
 
-def accuracy_by_length(runs: dict[str, Run], path: Path | str, confidence: float = 0.95) -> Path:
-    """Accuracy of each run over length, with Wilson intervals."""
+def accuracy_by_length(evaluations: dict[str, dict[str, Any]], path: Path | str, confidence: float = 0.95) -> Path:
+    """Accuracy of each variant over length, with Wilson intervals; ``evaluations`` are metrics/evals/*.json by variant.
+
+    An evaluation without scores (an invalid run) is left out.
+    """
+    shown = {name: found["by_length"] for name, found in evaluations.items() if found.get("by_length")}
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for place, (name, run) in enumerate(runs.items()):
-        lengths = sorted({row["length"] for row in run.rows})
+    for place, (name, by_length) in enumerate(shown.items()):
+        lengths = sorted(by_length, key=int)
         shares, below, above = [], [], []
         for length in lengths:
-            answers = [right(row) for row in run.rows if row["length"] == length]
-            low, high = proportion_confint(sum(answers), len(answers), alpha=1 - confidence, method="wilson")
-            share = sum(answers) / len(answers)
+            share, count = by_length[length]["accuracy"], by_length[length]["n"]
+            low, high = proportion_confint(round(share * count), count, alpha=1 - confidence, method="wilson")
             shares.append(share)
             below.append(max(0.0, share - low))
             above.append(max(0.0, high - share))
-        shift = 1 + 0.02 * (place - (len(runs) - 1) / 2)  # side by side, so that intervals can be told apart
+        shift = 1 + 0.02 * (place - (len(shown) - 1) / 2)  # side by side, so that intervals can be told apart
         axes.errorbar(
-            [length * shift for length in lengths],
+            [int(length) * shift for length in lengths],
             shares,
             yerr=[below, above],
             marker="o",
@@ -101,14 +103,15 @@ def accuracy_by_length(runs: dict[str, Run], path: Path | str, confidence: float
             label=name,
             linewidth=1,
         )
-    ticks = sorted({row["length"] for run in runs.values() for row in run.rows})
+    ticks = sorted({int(length) for by_length in shown.values() for length in by_length})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(length) for length in ticks])
     axes.minorticks_off()
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel("prompt length (tokens)")
     axes.set_ylabel(f"accuracy, {confidence:.0%} interval")
-    axes.legend(fontsize=8, ncols=2)
+    if shown:
+        axes.legend(fontsize=8, ncols=2)
     return _save(figure, path)
 
 
@@ -121,8 +124,10 @@ def flips(comparisons: dict[str, dict[str, Any]], path: Path | str) -> Path:
     axes.barh(names, lost, color=LOST, label="right to wrong")
     axes.barh(names, won, color=WON, label="wrong to right")
     for y, (left, gained) in enumerate(zip(lost, won, strict=True)):
-        axes.text(left, y, f"{-left} ", ha="right", va="center", fontsize=8)
-        axes.text(gained, y, f" {gained}", ha="left", va="center", fontsize=8)
+        # A distance in points, not a space in the text: SVG drops spaces at its ends.
+        beside = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+        axes.annotate(str(-left), (left, y), (-3, 0), ha="right", **beside)
+        axes.annotate(str(gained), (gained, y), (3, 0), ha="left", **beside)
     axes.axvline(0, color=KEPT, linewidth=0.8)
     reach = 1.15 * max([1, *won, *(-each for each in lost)])
     axes.set_xlim(-reach, reach)

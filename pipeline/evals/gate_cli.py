@@ -30,7 +30,7 @@ WORST_FIRST = (EXIT_REFUSED, EXIT_INVALID, EXIT_INCONCLUSIVE)
 def main(argv: list[str]) -> int:
     """Print one line a variant and return the exit code.  Raises :class:`Unreadable` when there is nothing to judge."""
     parser = argparse.ArgumentParser(
-        prog="python3 -m pipeline gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python3 -m pipeline gate", description=__doc__.partition(": ")[2], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "variants", nargs="*", help="variants to judge, e.g. fp8-auto (default: all that were compared)"
@@ -76,12 +76,10 @@ def decide(blocks: dict[str, dict[str, Any]], wanted: list[str]) -> dict[str, An
         }
     codes = {name: EXIT_CODES.get(block.get("verdict"), EXIT_INVALID) for name, block in chosen.items()}
     code = next((code for code in WORST_FIRST if code in codes.values()), EXIT_GOOD)
-    verdict = {EXIT_GOOD: "pass", EXIT_REFUSED: "fail", EXIT_INCONCLUSIVE: "inconclusive", EXIT_INVALID: "invalid"}[
-        code
-    ]
+    verdicts = {EXIT_GOOD: "pass", EXIT_REFUSED: "fail", EXIT_INCONCLUSIVE: "inconclusive", EXIT_INVALID: "invalid"}
     decisive = [f"{name}: {block.get('reason')}" for name, block in chosen.items() if code and codes[name] == code]
     return {
-        "verdict": verdict,
+        "verdict": verdicts[code],
         "exit_code": code,
         "reason": "; ".join(decisive) or None,
         "baseline": _baseline(references),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeline.errors import Refused
+from pipeline.errors import wrong_values
 
 Family = Literal[
     "single", "multi_key", "multi_value", "multi_query", "variable_tracking", "frequent_words", "qa", "ordered_recall"
@@ -161,12 +161,12 @@ class GateSettings(Strict):
 
 
 def parse(raw: Any) -> EvalSettings:
-    """The ``eval:`` group.  Raises :class:`Refused` naming each wrong key and value."""
+    """The ``eval:`` group.  Raises :class:`~pipeline.errors.Refused` naming each wrong key and value."""
     return _parse(EvalSettings, raw, "eval")
 
 
 def parse_gates(raw: Any) -> GateSettings:
-    """The ``gates:`` group.  Raises :class:`Refused` naming each wrong key and value."""
+    """The ``gates:`` group.  Raises :class:`~pipeline.errors.Refused` naming each wrong key and value."""
     return _parse(GateSettings, raw, "gates")
 
 
@@ -176,8 +176,4 @@ def _parse(model: type[Strict], raw: Any, group: str) -> Any:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [
-            f"{group}.{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r:.80})"
-            for one in error.errors()
-        ]
-        raise Refused("; ".join(lines)) from None
+        raise wrong_values(group, error) from None

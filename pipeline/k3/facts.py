@@ -24,10 +24,6 @@ class LayerKind(Enum):
     MLA = "mla"
     GQA = "gqa"
 
-    @property
-    def is_recurrent(self) -> bool:
-        return self in (LayerKind.KDA, LayerKind.GDN)
-
 
 RECURRENT = (LayerKind.KDA, LayerKind.GDN)
 

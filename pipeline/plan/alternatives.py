@@ -79,7 +79,7 @@ def _one_change(request: Request, result: PlanResult) -> Iterator[str]:
     shorter = changed(asked, max_model_len=longest)
     if 0 < longest < request.cache.max_model_len and _works(model, machine, quant, kv, shorter):
         yield f"max_model_len {longest}"
-    elif asked.max_model_len and 0 < model.facts.max_model_len < asked.max_model_len:
+    elif 0 < model.facts.max_model_len < request.cache.max_model_len:
         if _works(model, machine, quant, kv, changed(asked, max_model_len=model.facts.max_model_len)):
             yield f"max_model_len {model.facts.max_model_len}"
     for seqs in (result.sequences_with_state, result.num_blocks, request.max_num_batched_tokens):

@@ -1,4 +1,4 @@
-"""``python -m pipeline plan``: what fits where, from config alone, in well under a second.
+"""``python3 -m pipeline plan``: what fits where, from config alone, in well under a second.
 
 Exit codes: 0 fits, 3 refused, 6 the model or the hardware file cannot be read.
 """
@@ -22,12 +22,12 @@ TABLE_QUANTS = ["native", "fp8", "fp8_channel", "fp8_dense", "int8", "w4a16", "w
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipeline plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python3 -m pipeline plan", description=__doc__.partition(": ")[2])
     add = parser.add_argument
-    add("--model", default="kimi-k3", help="a directory with config.json, or a name under conf/model or models")
-    add("--hardware", default="b300x8", help=f"a name under conf/hardware: {', '.join(machines.available())}")
-    add("--quant", default="native", help=", ".join(SCHEMES))
-    add("--kv", default="auto", help="auto, fp8, fp8_e5m2; a state dtype of its own as fp8_state16")
+    add("--model", default="kimi-k3", help="a directory with config.json, or a name under conf/model or models (default %(default)s)")
+    add("--hardware", default="b300x8", help=f"a name under conf/hardware: {', '.join(machines.available())} (default %(default)s)")
+    add("--quant", default="native", help=f"{', '.join(SCHEMES)} (default %(default)s)")
+    add("--kv", default="auto", help="auto, fp8, fp8_e5m2; a state dtype of its own as fp8_state16 (default %(default)s)")
     add("--all-hardware", action="store_true", help="the decision table: every machine, every scheme, Markdown")
     add("--headers", action="store_true", help="also read the shards' headers and compare them with the config")
     add("--json", action="store_true", help="print the result as JSON")
@@ -43,12 +43,26 @@ def _parser() -> argparse.ArgumentParser:
         "decode-context-parallel",
     ]
     for name in whole:
-        parser.add_argument(f"--{name}", type=int, metavar="N")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X")
+        parser.add_argument(f"--{name}", type=count, metavar="N")
+    parser.add_argument("--gpu-memory-utilization", type=share, metavar="X")
     parser.add_argument("--engine-version", metavar="V", help="the engine to plan for, if not the hardware file's")
     for name in ("prefix-caching", "expert-parallel", "text-only"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
     return parser
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    return value
 
 
 def _table_kv(machine: machines.Hardware) -> str:

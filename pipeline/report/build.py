@@ -7,15 +7,14 @@ from typing import Any
 
 from pipeline.errors import Unreadable
 from pipeline.evals import figures
-from pipeline.evals.runs import SAMPLES, load_run
 from pipeline.files import read_json, write_json, write_text
 from pipeline.report import accuracy, memory, speed
 from pipeline.report.damage_figure import damage_svg
 from pipeline.report.figures import comparison_svg, memory_svg
 from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
 
-VARIANTS, PAIRS, COMPARISONS = Path("metrics/variants"), Path("metrics/pairs"), Path("metrics/comparisons")
-QUANTIZE = Path("metrics/quantize")
+VARIANTS, EVALUATIONS = Path("metrics/variants"), Path("metrics/evals")
+COMPARISONS, QUANTIZE = Path("metrics/comparisons"), Path("metrics/quantize")
 DAMAGE = ["## What re-encoding did to the weights", "", "![SQNR by layer](damage_by_layer.svg)", ""]
 EMULATED = (
     "Speed here is that of reference kernels standing in for kernels that this platform lacks: it ranks nothing across "
@@ -78,12 +77,10 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
 
 
 def build_pictures(rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")) -> None:
-    """Write memory.svg, heat_maps.svg, flips.svg, and accuracy_by_length.svg of every variant whose answers are here."""
-    names = [name for name in ordered(rows) if (PAIRS / name / SAMPLES).exists()]
-    status = {name: comparisons.get(name, {}).get("status", "valid") for name in names}
-    marks = {name: "" if status[name] == "valid" else f" ({status[name].replace('_', ' ')})" for name in names}
-    runs = {name + marks[name]: load_run(PAIRS / name / SAMPLES) for name in names}
-    figures.accuracy_by_length(runs, target / "accuracy_by_length.svg")
+    """Write memory.svg, heat_maps.svg, flips.svg, and accuracy_by_length.svg of every variant whose evaluation is here."""
+    files = {name: EVALUATIONS / f"{name}.json" for name in ordered(rows)}
+    evaluations = {name + _mark(comparisons.get(name, {})): read_json(path) for name, path in files.items() if path.exists()}
+    figures.accuracy_by_length(evaluations, target / "accuracy_by_length.svg")
     figures.heat_maps(comparisons, target / "heat_maps.svg")
     figures.flips(comparisons, target / "flips.svg")
     write_text(target / "memory.svg", memory_svg(comparisons))
@@ -94,3 +91,9 @@ def build_damage_picture(rows: Rows, target: Path = Path("metrics"), folder: Pat
     quants = dict.fromkeys(name.rpartition("-")[0] for name in ordered(rows))
     reports = {quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}
     write_text(target / "damage_by_layer.svg", damage_svg(reports))
+
+
+def _mark(comparison: dict[str, Any]) -> str:
+    """`` (invalid)`` and the like, beside the name of a variant whose answers may not be compared."""
+    status = comparison.get("status", "valid")
+    return "" if status == "valid" else f" ({status.replace('_', ' ')})"

@@ -71,8 +71,8 @@ def memory_svg(comparisons: dict[str, dict[str, Any]]) -> str:
                     axis.barh(place + offset, size, 0.34, left, color=PART_COLORS[part], hatch=hatch, edgecolor="white", linewidth=0.4)
                     left += size
                 unknown = [PARTS[part] for part in shown if rank[side][part] is None and part != "rest"]
-                text = f" {left:,.1f} {side}" + (f", without {', '.join(unknown)}" if unknown else "")
-                axis.text(left, place + offset, text, va="center", fontsize=7)
+                text = f"{left:,.1f} {side}" + (f", without {', '.join(unknown)}" if unknown else "")
+                axis.annotate(text, (left, place + offset), (3, 0), textcoords="offset points", va="center", fontsize=7)
         axis.margins(x=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("MiB on rank 0")

@@ -6,7 +6,6 @@ n, so a loss is negative.  scipy and statsmodels do what they have; Tango's scor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -193,8 +192,3 @@ def no_flip_bound(n: float, alpha: float) -> float:
     """The loss that n equal pairs cannot exclude: z^2 / (n + z^2), the score bound at no discordance."""
     z2 = float(scipy_stats.norm.isf(alpha)) ** 2
     return z2 / (n + z2)
-
-
-def standard_error(share: float, n: int) -> float | None:
-    """Standard error of a mean of n right/wrong answers, sqrt(p (1 - p) / (n - 1)); ``None`` below two."""
-    return math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None

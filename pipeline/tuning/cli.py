@@ -23,8 +23,9 @@ def main(argv: list[str]) -> int:
     os.chdir(REPOSITORY)
     settings = read(Path("tuning/params.yaml"))
     if arguments.plan:
-        for point in expand(settings, baseline_values(settings)):
-            print(point.name)
+        points = expand(settings, baseline_values(settings))
+        print("\n".join(point.name for point in points))
+        print(f"\n{len(points)} points of {settings.variant}; then the best one or two against the default, {settings.pairs} pairs each")
         return 0
     env.ensure(params.load("hardware")["server_env"])
     return dvc_repro(["tuning/dvc.yaml", *arguments.dvc])

@@ -17,6 +17,7 @@ COLORS = {
     "long_prefill_token_threshold": "#8a6d3b",
     "quant": "#9a9a9a",
 }
+OTHER = "#555555"
 MIB = 1 << 20
 
 
@@ -59,7 +60,7 @@ def pareto_svg(result: Mapping[str, Any]) -> str:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     speeds, memories, handles = [], [], []
     for number, row in enumerate(rows, 1):
-        color, valid = COLORS[row["axis"]], row["status"] == "valid"
+        color, valid = COLORS.get(row["axis"], OTHER), row["status"] == "valid"
         shape = "*" if row["axis"] is None else "o"
         style = {"marker": shape, "s": 170 if row["axis"] is None else 45, "edgecolors": color, "zorder": 3}
         x, y = row["output_tok_s_per_user"], row["output_tok_s_per_device"]
@@ -139,7 +140,7 @@ def knees_svg(result: Mapping[str, Any]) -> str:
         xs, ys = [max(value, 1) for value, _ in drawn], [row["output_tok_s"] for _, row in drawn]
         low = [row["output_tok_s"] - row["output_tok_s_min"] for _, row in drawn]
         high = [row["output_tok_s_max"] - row["output_tok_s"] for _, row in drawn]
-        style = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.2, "color": COLORS.get(name)}
+        style = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.2, "color": COLORS.get(name, OTHER)}
         panel.errorbar(xs, ys, yerr=[low, high], **style)
         if own is not None:
             star = {"marker": "*", "markersize": 12, "color": COLORS[None], "zorder": 4}

@@ -65,7 +65,7 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("KV use at most", lambda row: _number(row.get("kv_cache_usage_max"), "{:.0%}")),
     ("preemptions", lambda row: _number(row.get("preemptions"), "{:.0f}")),
     ("activation peak", lambda row: _bytes(row.get("activation_peak_bytes"))),
-    ("probe", lambda row: _number(row.get("accuracy"), "{:.2f}")),
+    ("accuracy probe", lambda row: _number(row.get("accuracy"), "{:.2f}")),
 )
 
 
@@ -112,7 +112,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             for axis, knee in result["knees"].items()
         ],
     )  # fmt: skip
-    lines += ["![knees](knees.svg)", "", "## Block size", ""]
+    lines += ["![knees](knees.svg)", "", "The star is the baseline, the dotted line the knee.", "", "## Block size", ""]
     lines += [
         "The engine rounds a requested block up until an attention page holds a state page.  Waste is the empty part "
         "of one request's last block; share is the cache's of weights, cache and activation peak.",

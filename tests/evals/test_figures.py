@@ -10,6 +10,8 @@ from pipeline.evals.compare import compare
 from pipeline.evals.runs import Run
 from tests.evals.test_compare import GATES, HEADER, run
 
+MEASURED = {"by_length": {"512": {"n": 20, "accuracy": 0.95}, "4096": {"n": 20, "accuracy": 0.5}}}
+
 
 def gridded(rule) -> Run:
     rows = [row | {"depth": (0.0, 0.5, 1.0)[int(row["id"].rsplit("-")[-1]) % 3]} for row in run(rule, per_cell=6).rows]
@@ -53,18 +55,19 @@ def test_every_picture_is_made_and_reproducible(tmp_path):
     def draw(folder):
         return [
             figures.heat_maps(blocks, folder / "heat.svg"),
-            figures.accuracy_by_length({"native-auto": native, "fp8-auto": variant}, folder / "length.svg"),
+            figures.accuracy_by_length({"native-auto": MEASURED, "int8-auto": {"status": "invalid"}}, folder / "length.svg"),
             figures.flips(blocks, folder / "flips.svg"),
         ]
 
     first, second = draw(tmp_path / "a"), draw(tmp_path / "b")
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes() and b"</svg>" in one.read_bytes()
-    heat, _, flips = (picture.read_text().replace("\u2212", "-") for picture in first)
+    heat, by_length, flips = (picture.read_text().replace("\u2212", "-") for picture in first)
     assert heat.count(">-1.00<") == 1 and heat.count(">0.00<") == 0 and heat.count(">0<") >= 11
     assert heat.count(">1.00<") == 12 + 11  # native's cells, and the variant's but the lost one
     assert ">fp8-auto: accuracy<" in heat and ">fp8-auto - native<" in heat
     assert ">native-auto - native<" not in heat and "int8" not in heat
-    assert f">{block['overall']['right_to_wrong']} <" in flips and "native-auto" not in flips
-    for empty in (figures.flips, figures.heat_maps):
+    assert ">512<" in by_length and ">4096<" in by_length and ">native-auto<" in by_length and "int8" not in by_length
+    assert f">{block['overall']['right_to_wrong']}<" in flips and "native-auto" not in flips
+    for empty in (figures.flips, figures.heat_maps, figures.accuracy_by_length):
         assert empty({}, tmp_path / "none.png").read_bytes()[:4] == b"\x89PNG"

@@ -78,6 +78,13 @@ def test_a_broken_config_is_unreadable(capsys, tmp_path):
     assert run(capsys, "--model", str(tmp_path))[0] == 6
 
 
+@pytest.mark.parametrize("flag", ["--max-model-len=-5", "--block-size=0", "--gpu-memory-utilization=3"])
+def test_a_size_that_no_machine_can_have_is_no_plan(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([flag])
+    assert "must be" in capsys.readouterr().err
+
+
 def test_wrong_usage_is_argparses_own_code():
     with pytest.raises(SystemExit, match="2"):
         main(["--no-such-option"])

@@ -311,3 +311,9 @@ def test_labels_of_a_quantized_cache(k3):
 def test_fp8_kv_below_the_tie_is_told():
     result = plan("kimi-k3", "b300x8", kv="fp8", overrides=Overrides(max_model_len=2048))
     assert any("gains little" in warning for warning in result.warnings)
+
+
+def test_a_machine_whose_recipe_is_longer_than_the_model_is_told_the_models_length():
+    refused = plan("tiny-gqa", "b300x8").refusals
+    assert [refusal.rule for refusal in refused] == ["context"]
+    assert refused[0].alternative.startswith("max_model_len 8192")

@@ -22,23 +22,25 @@ FUSED = {
 }
 LAYER = PREFIX + "layers.{}."
 ALWAYS_PLAIN = [
-    LAYER.format(
-        1
-    ) + "self_attn.in_proj_qkvgfab", LAYER.format(1) + "self_attn.conv1d", LAYER.format(1) + "self_attn.f_b_proj",
-    LAYER.format(
-        3
-    ) + "self_attn.fused_qkv_a_g_proj", LAYER.format(3) + "self_attn.q_b_proj", LAYER.format(3) + "self_attn.kv_b_proj",
-    LAYER.format(1) + "block_sparse_moe.gate", LAYER.format(1) + "block_sparse_moe.routed_expert_down_proj",
-    LAYER.format(
-        1
-    ) + "block_sparse_moe.routed_expert_up_proj", LAYER.format(1) + "mlp_res_proj", "language_model.lm_head",
-]  # fmt: skip
+    LAYER.format(1) + "self_attn.in_proj_qkvgfab",
+    LAYER.format(1) + "self_attn.conv1d",
+    LAYER.format(1) + "self_attn.f_b_proj",
+    LAYER.format(3) + "self_attn.fused_qkv_a_g_proj",
+    LAYER.format(3) + "self_attn.q_b_proj",
+    LAYER.format(3) + "self_attn.kv_b_proj",
+    LAYER.format(1) + "block_sparse_moe.gate",
+    LAYER.format(1) + "block_sparse_moe.routed_expert_down_proj",
+    LAYER.format(1) + "block_sparse_moe.routed_expert_up_proj",
+    LAYER.format(1) + "mlp_res_proj",
+    "language_model.lm_head",
+]
 DENSE = [
-    LAYER.format(1) + "self_attn.o_proj", LAYER.format(0) + "mlp.gate_up_proj", LAYER.format(0) + "mlp.down_proj",
-    LAYER.format(
-        1
-    ) + "block_sparse_moe.shared_experts.gate_up_proj", LAYER.format(1) + "block_sparse_moe.shared_experts.down_proj",
-]  # fmt: skip
+    LAYER.format(1) + "self_attn.o_proj",
+    LAYER.format(0) + "mlp.gate_up_proj",
+    LAYER.format(0) + "mlp.down_proj",
+    LAYER.format(1) + "block_sparse_moe.shared_experts.gate_up_proj",
+    LAYER.format(1) + "block_sparse_moe.shared_experts.down_proj",
+]
 EXPERTS = [EXPERT.format(layer=2, expert=3, name=name) for name in ("w13", "w2", "w1", "w3")]
 
 

@@ -1,5 +1,6 @@
 import csv
 import io
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from pipeline.evals.compare import compare, noise
 from pipeline.evals.runs import Run
 from pipeline.files import read_json, write_json
 from pipeline.report import accuracy, diff, speed
-from pipeline.report.build import build, read_comparisons, read_rows
+from pipeline.report.build import build, build_pictures, read_comparisons, read_rows
 from pipeline.report.figures import EMULATED, INVALID, color
 from pipeline.report.row import TRACE, build_row
 from pipeline.report.table import as_csv, headline, markdown
@@ -226,6 +227,15 @@ def test_the_report_tells_accuracy_by_answer_length_script_noise_and_what_could_
         assert f"]({picture})" in text
     build(rows, tmp_path)
     assert "Accuracy against native" not in (tmp_path / "report.md").read_text()
+
+
+def test_the_picture_by_length_needs_no_answers_only_what_git_keeps_of_every_variant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_json(Path("metrics/evals/native-auto.json"), {"by_length": {"512": {"n": 20, "accuracy": 0.95}}})
+    build_pictures({"native-auto": {}, "fp8-auto": {}}, {}, tmp_path / "metrics")
+    picture = (tmp_path / "metrics/accuracy_by_length.svg").read_text()
+    assert ">native-auto<" in picture and "fp8-auto" not in picture
+    assert (tmp_path / "metrics/flips.svg").exists() and (tmp_path / "metrics/heat_maps.svg").exists()
 
 
 def test_no_rows_is_an_error_and_not_an_empty_table(tmp_path):

@@ -50,11 +50,6 @@ def make_lexicon() -> dict:
     return {"keys": keys, "values": values, "filler": filler, "filler_successors": successors, "marks": MARKS}
 
 
-def lexicon_words(lexicon: dict) -> list[str]:
-    """Every word that must be one token, in vocabulary order."""
-    return [*lexicon["marks"].values(), *lexicon["filler"], *lexicon["keys"], *lexicon["values"]]
-
-
 def _merges(lexicon: dict) -> list[tuple[str, str]]:
     """Merge rules over the printable stand-ins that byte-level BPE uses for bytes (space is ``Ġ``)."""
     alphabet = _byte_characters()
