@@ -154,8 +154,8 @@ def routers_against_base(table: Table, base: Checkpoint) -> Iterator[Finding]:
             "router-drift",
             table.shard(name),
             name,
-            f"{moved} of {ROUTED_TOKENS} random tokens ({moved / ROUTED_TOKENS:.2%}) go to another set of {chosen} experts "
-            "than in the base",
+            f"{moved} of {ROUTED_TOKENS} random tokens ({moved / ROUTED_TOKENS:.2%}) go to another set of {chosen} "
+            "experts than in the base",
             "copy the router and its bias from the base byte for byte",
         )
 

@@ -14,8 +14,8 @@ from pipeline.errors import Unreadable
 
 OTHER_METHODS = frozenset(
     ("fp8", "mxfp4", "mxfp8", "gptq", "awq", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "quark",
-     "bitsandbytes", "gguf", "auto-round", "inc", "torchao", "fbgemm_fp8", "deepseek_v4_fp8", "gpt_oss_mxfp4", "humming",
-     "moe_wna16", "auto_gptq", "auto_awq", "gptq_marlin", "awq_marlin", "experts_int8", "hqq", "aqlm", "eetq", "vptq",
+     "bitsandbytes", "gguf", "auto-round", "inc", "torchao", "fbgemm_fp8", "deepseek_v4_fp8", "gpt_oss_mxfp4",
+     "humming", "moe_wna16", "auto_gptq", "auto_awq", "gptq_marlin", "awq_marlin", "experts_int8", "hqq", "aqlm", "eetq", "vptq",
      "fp_quant", "quanto")
 )  # fmt: skip
 # The names that GPTQ, AWQ (and compressed-tensors) give a matrix of packed integers.

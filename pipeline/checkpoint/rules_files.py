@@ -167,7 +167,8 @@ def head(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = checkpoint.weight_map
     if untied and any("embed_tokens." in name for name in names) and not any("lm_head." in name for name in names):
         message = "tie_word_embeddings is false, no tensor of lm_head is stored: an engine makes one up, or stops"
-        yield Finding("head-missing", CONFIG, "lm_head.weight", message, "copy it from the source, or say true", WARNING)
+        remedy = "copy it from the source, or say true"
+        yield Finding("head-missing", CONFIG, "lm_head.weight", message, remedy, WARNING)
 
 
 def _layer_count(checkpoint: Checkpoint, present: dict[int, str], predicting: list[str]) -> Iterator[Finding]:

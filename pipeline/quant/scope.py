@@ -81,7 +81,8 @@ def source_format(checkpoint: Checkpoint) -> str | None:
             f"{SOURCE_FORMAT} or from bf16, fp16 or f32 weights: dequantize it first, or use recipe native"
         )
     if not configs[0].groups:
-        raise Refused(f"{checkpoint.directory}: {configs[0].path} has no config_groups: no engine knows what it describes")
+        where = f"{checkpoint.directory}: {configs[0].path}"
+        raise Refused(f"{where} has no config_groups, so nothing says which weights it describes; take the source's own")
     return SOURCE_FORMAT
 
 

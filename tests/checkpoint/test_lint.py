@@ -277,7 +277,7 @@ CASES = [
     ),
     ("config-duplicate", "fp8", sidecar("quantize_config.json", {"bits": 4}), "a second quantization config (gptq)"),
     ("config-malformed", "fp8", lambda d: (d / "hf_quant_config.json").write_text("{"), "hf_quant_config.json"),
-    ("config-malformed", "fp8", config(lambda c: c.update(quantization_config=["fp8"])), "quantization_config.quant_method"),
+    ("config-malformed", "fp8", config(lambda c: c.update(quantization_config=["fp8"])), "config.quant_method"),
     ("config-malformed", "fp8", quantization(lambda q: q.update(ignore="lm_head")), "ignore: 'lm_head', expected list"),
     ("config-malformed", "fp8", quantization(lambda q: q["ignore"].append(7)), "ignore: 7, expected str"),
     ("config-malformed", "fp8", quantization(lambda q: q.update(config_groups=[])), "config_groups"),
