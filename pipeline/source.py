@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pipeline.checkpoint.manifest import listed_files
 from pipeline.errors import Unreadable
 from pipeline.files import read_json, sha256_file, write_json
 
@@ -59,9 +60,9 @@ def downloaded_commit(folder: Path) -> str | None:
 
 
 def manifest(folder: Path, *, hash_cache: Path = HASH_CACHE) -> list[dict[str, Any]]:
-    """``[{name, size_bytes, sha256}]`` of every file of the checkpoint in ``folder`` (subfolders are not part of one)."""
+    """``[{name, size_bytes, sha256}]`` of every file of the checkpoint in ``folder``, as ``verify --hashes`` lists them."""
     cache = read_json(hash_cache) if hash_cache.exists() else {}
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = [folder / name for name in listed_files(folder)]
     keys = {path: identity(path) for path in files}
     unknown = [path for path in files if keys[path] not in cache]
     total = sum(path.stat().st_size for path in unknown)
@@ -71,7 +72,8 @@ def manifest(folder: Path, *, hash_cache: Path = HASH_CACHE) -> list[dict[str, A
             bar.update(path.stat().st_size)
             write_json(hash_cache, cache)  # a killed run keeps the shards it has hashed
     return [
-        {"name": path.name, "size_bytes": path.stat().st_size, "sha256": cache[keys[path]]} for path in files
+        {"name": str(path.relative_to(folder)), "size_bytes": path.stat().st_size, "sha256": cache[keys[path]]}
+        for path in files
     ]
 
 

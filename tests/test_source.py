@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from pipeline import params, source
+from pipeline.checkpoint.manifest import check as check_manifest
 from pipeline.errors import Refused, Unreadable
 from pipeline.files import sha256_file
 from stages import fetch
@@ -50,6 +51,14 @@ def test_the_first_stage_refuses_what_a_later_one_would_trip_over(tmp_path, monk
     with pytest.raises(Refused, match=told):
         fetch.main()
     assert not Path("metrics").exists()
+
+
+def test_the_manifest_lists_the_files_that_verify_looks_for(folder, tmp_path):
+    (folder / "training").mkdir()
+    (folder / "training" / "README.md").write_text("how it was made")
+    made = {"files": source.manifest(folder, hash_cache=tmp_path / "cache.json")}
+    assert "training/README.md" in {entry["name"] for entry in made["files"]}
+    assert not check_manifest(folder, made)
 
 
 def test_an_unchanged_file_is_not_read_again_and_a_changed_one_is(folder, tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ from pipeline import files
 from pipeline.checkpoint import declared
 from pipeline.checkpoint.finding import ERROR
 from pipeline.checkpoint.lint import lint
+from pipeline.checkpoint.manifest import entries
 from pipeline.checkpoint.reading import CONFIG
-from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, EXIT_UNREADABLE, PipelineError
+from pipeline.errors import EXIT_GOOD, EXIT_REFUSED, EXIT_UNREADABLE, PipelineError, Unreadable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     directory = Path(arguments.directory)
     try:
         manifest = files.read_json(arguments.hashes) if arguments.hashes else None
+        if manifest is not None:
+            _check_manifest(arguments.hashes, manifest)
         findings = lint(directory, base=arguments.base, manifest=manifest, headers_only=arguments.headers_only)
         configs = [path for path, _ in declared.find_configs(files.read_json(directory / CONFIG))]
     except (PipelineError, OSError) as error:  # OSError: a file that may not be read, a disk that fails
@@ -72,3 +75,10 @@ def main(argv: list[str]) -> int:
 def _printable(text: str) -> str:
     """Names from files may hold what no terminal takes (lone surrogates); they are told escaped."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def _check_manifest(path: str, manifest: object) -> None:
+    try:
+        entries(manifest)
+    except Unreadable as error:
+        raise Unreadable(f"{path}: {error}") from None

@@ -23,8 +23,6 @@ from pipeline.checkpoint.numbers import E8M0_BIAS, E8M0_NAN
 from pipeline.quant.recipe import Recipe
 from pipeline.quant.scope import Module
 
-SCAN_BYTES = 1 << 24
-
 
 @dataclass(frozen=True)
 class Copy:

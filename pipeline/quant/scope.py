@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.checkpoint import Checkpoint, declared
-from pipeline.checkpoint.layout import ROUTER_GATE, VISION, expert_of, fused_sets, kind_of, layer_of
+from pipeline.checkpoint.layout import ROUTER_GATE, expert_of, fused_sets, kind_of, layer_of
 from pipeline.errors import Refused
 from pipeline.quant.recipe import Recipe
 
@@ -214,8 +214,3 @@ def _listed(title: str, items: list[str], shown: int = 10) -> str:
 def parameters(module: Module) -> int:
     """Number of weights."""
     return math.prod(module.shape)
-
-
-def in_vision(module: str) -> bool:
-    """Whether a module belongs to the vision tower or its projector."""
-    return bool(VISION.search(module))

@@ -140,3 +140,9 @@ def test_a_tenth_of_k3_takes_a_tenth_of_a_minute(tmp_path, capsys):
     started = time.process_time()
     assert main([str(tmp_path / "k3"), "--headers-only"]) == 0
     assert count == 48384 and time.process_time() - started < 6
+
+
+def test_what_is_no_manifest_is_told_with_its_file(tmp_path, capsys):
+    (tmp_path / "other.json").write_text("{}")
+    assert main([str(fixtures.write_k3(tmp_path / "k3")), "--hashes", str(tmp_path / "other.json")]) == 6
+    assert "other.json: not a manifest" in capsys.readouterr().err
