@@ -9,10 +9,9 @@ scheme, alternating ours and theirs `--repeats` times, each in a fresh process p
 imports and compilation not timed:
 
 - **cast**: the arithmetic alone, from tensors in memory to tensors in memory (theirs: dequantize and quantize; ours:
-look-up, with
-  every changed weight counted);
+  look-up, with every changed weight counted);
 - **job**: the whole run from directory to directory (ours also hashes every byte read and written and measures the
-damage).
+  damage).
 
 `mparam_s` is our job's speed; ratios are theirs / ours of the medians; `ratio_cp` is our job's time over that of `cp`
 of the output. The `_cpu` ratios compare CPU seconds instead of wall seconds, for a machine that does other work

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.headers import build_header
-from pipeline.checkpoint.reading import CONFIG, INDEX, Checkpoint
+from pipeline.checkpoint.reading import CONFIG, INDEX, LOCATION, Checkpoint
 from pipeline.errors import Invalid, Unreadable
 from pipeline.files import atomic_open, read_json, write_json
 
 CHECKPOINTS = Path("checkpoints")
 STORE = Path("data/checkpoints")
-LOCATION = "location.json"
 OVERLAYS = Path("data/kv")
 OVERLAY = "overlay.json"
 SCALES = "kv_scales.safetensors"

@@ -14,6 +14,7 @@ from pipeline.errors import Unreadable
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 MANIFEST = "manifest.json"
+LOCATION = "location.json"  # stands in a tracked folder for a checkpoint that is kept elsewhere
 WEIGHT_SUFFIX = ".safetensors"
 # Weights in containers that are never opened here: pickles run code when they are read, the others are other formats.
 OTHER_WEIGHTS = re.compile(r"(?i)\.(?:gguf|ggml|pth?|ckpt|h5|msgpack|onnx|pdparams)$|(?:^|/)[^/]*model[^/]*\.bin$")

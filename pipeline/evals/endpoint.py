@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 from pipeline.errors import EXIT_INVALID, Refused
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy of the caller's must not catch what goes to the server."""
+from pipeline.serve import http
 
 
 class ServerDied(Refused):
@@ -34,14 +29,13 @@ def root(base_url: str) -> str:
 
 
 def call(url: str, body: dict | None = None, timeout_s: float = 30.0) -> Any:
-    """GET, or POST of JSON.  Raises ``OSError`` (of which URLError and timeouts are kinds) or ``ValueError``."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    """GET, or POST of JSON; ``None`` for an empty answer.  Raises ``OSError`` for no answer, one that is cut or not a
+    200, and ``ValueError`` for one that is not JSON.
+    """
     try:
-        with _opener.open(request, timeout=timeout_s) as response:
-            raw = response.read()
-    except http.client.HTTPException as error:  # cut in the middle of the answer
-        raise OSError(f"{type(error).__name__}: {error}") from None
+        raw = http.request(url, body, timeout_s)
+    except http.RequestFailed as error:
+        raise OSError(str(error)) from None
     return json.loads(raw) if raw.strip() else None
 
 
@@ -69,9 +63,7 @@ def max_model_len(base_url: str, model: str, fallback: int | None) -> int:
 def alive(base_url: str) -> bool:
     """Whether ``/health`` answers (vLLM: 503 once its engine is dead; a server without that path still lives)."""
     try:
-        call(f"{root(base_url)}/health", timeout_s=10.0)
+        http.request(f"{root(base_url)}/health", timeout_s=10.0)
         return True
-    except urllib.error.HTTPError as error:
-        return error.code < 500
-    except (OSError, ValueError):
-        return False
+    except http.RequestFailed as error:
+        return error.status is not None and error.status < 500

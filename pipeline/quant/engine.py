@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from pipeline import files
 from pipeline.checkpoint import manifest
-from pipeline.checkpoint.reading import CONFIG, INDEX, MANIFEST
+from pipeline.checkpoint.reading import CONFIG, INDEX, LOCATION, MANIFEST
 from pipeline.errors import Invalid, Refused, Unreadable
 from pipeline.quant import native, planning, records
 from pipeline.quant.config import PROVENANCE
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pipeline.quant.calibrated.run import Calibrated
 
 LOCK_PATIENCE_S = 2.0
-POINTER = "location.json"  # stands in a tracked folder for a checkpoint that is kept elsewhere (pipeline.store)
 
 # tqdm's own lock is shared with forked processes; one that is killed while it holds it would stop all the others.
 tqdm.set_lock(threading.RLock())
@@ -130,7 +129,7 @@ def _check_target(source: Path, target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise Refused(f"{target}: a file; choose another target")
     names = sorted(path.name for path in target.iterdir()) if target.exists() else []
-    if names and not {PROVENANCE, MANIFEST, POINTER} & set(names):
+    if names and not {PROVENANCE, MANIFEST, LOCATION} & set(names):
         raise Refused(
             f"{target}: would be replaced, and holds {len(names)} files ({names[0]} ...) that no run of this program "
             "wrote; choose another target, or remove it"

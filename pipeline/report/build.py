@@ -9,6 +9,7 @@ from pipeline.errors import Unreadable
 from pipeline.evals import figures
 from pipeline.files import read_json, write_json, write_text
 from pipeline.report import accuracy, memory, speed
+from pipeline.report.columns import mark
 from pipeline.report.damage_figure import damage_svg
 from pipeline.report.figures import comparison_svg, memory_svg
 from pipeline.report.table import Rows, as_csv, headline, markdown, ordered, replay_markdown
@@ -79,7 +80,8 @@ def build(rows: Rows, target: Path = Path("metrics"), comparisons: dict[str, dic
 def build_pictures(rows: Rows, comparisons: dict[str, dict[str, Any]], target: Path = Path("metrics")) -> None:
     """Write memory.svg, heat_maps.svg, flips.svg, and accuracy_by_length.svg of every variant whose evaluation is here."""
     files = {name: EVALUATIONS / f"{name}.json" for name in ordered(rows)}
-    evaluations = {name + _mark(comparisons.get(name, {})): read_json(path) for name, path in files.items() if path.exists()}
+    marks = {name: mark(comparisons.get(name, {}).get("status", "valid"), "valid") for name in files}
+    evaluations = {name + marks[name]: read_json(path) for name, path in files.items() if path.exists()}
     figures.accuracy_by_length(evaluations, target / "accuracy_by_length.svg")
     figures.heat_maps(comparisons, target / "heat_maps.svg")
     figures.flips(comparisons, target / "flips.svg")
@@ -91,9 +93,3 @@ def build_damage_picture(rows: Rows, target: Path = Path("metrics"), folder: Pat
     quants = dict.fromkeys(name.rpartition("-")[0] for name in ordered(rows))
     reports = {quant: read_json(folder / f"{quant}.json")["damage"] for quant in quants}
     write_text(target / "damage_by_layer.svg", damage_svg(reports))
-
-
-def _mark(comparison: dict[str, Any]) -> str:
-    """`` (invalid)`` and the like, beside the name of a variant whose answers may not be compared."""
-    status = comparison.get("status", "valid")
-    return "" if status == "valid" else f" ({status.replace('_', ' ')})"

@@ -55,5 +55,9 @@ def cell(column: Column, row: dict[str, Any]) -> str:
 
 def speed_mark(row: dict[str, Any]) -> str:
     """What stands beside a speed that may not be compared with its neighbours; nothing beside one that may."""
-    label = row.get("speed", "measured")
-    return "" if label == "measured" else f" ({label.replace('_', ' ')})"
+    return mark(row.get("speed", "measured"), "measured")
+
+
+def mark(label: str, usual: str) -> str:
+    """`` (not comparable)`` and the like behind a name or a figure; nothing where the label is the ``usual`` one."""
+    return "" if label == usual else f" ({label.replace('_', ' ')})"

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.tuning.settings import in_order
+
 COLORS = {
     None: "#222222",
     "block_size": "#3b6ea5",
@@ -128,7 +130,7 @@ def ranges(numbers: list[int]) -> str:
 def knees_svg(result: Mapping[str, Any]) -> str:
     """One panel an axis with a curve: median and range of the repeats against the setting, the knee marked."""
     plt = _pyplot()
-    axes = [name for name, knee in result["knees"].items() if knee["status"] != "too_few_points"] or ["none"]
+    axes = [name for name, knee in in_order(result["knees"]).items() if knee["status"] != "too_few_points"] or ["none"]
     figure, panels = plt.subplots(1, len(axes), figsize=(4.2 * len(axes), 3.6), layout="constrained", squeeze=False)
     baseline = result["rows"][0]
     for panel, name in zip(panels.flat, axes):

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.files import write_json, write_text
 from pipeline.report.columns import binary
 from pipeline.tuning.figures import knees_svg, pareto_svg
+from pipeline.tuning.settings import in_order
 
 CSV = (
     "name", "axis", "value", "status", "reason", "coincides_with", "output_tok_s", "output_tok_s_min",
@@ -109,7 +110,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         [
             [axis, str(knee["knee"]) if knee["status"] == "knee" else knee["status"], *(
                 "—" if knee[name] is None else str(knee[name]) for name in ("best", "kneedle", "points"))]
-            for axis, knee in result["knees"].items()
+            for axis, knee in in_order(result["knees"]).items()
         ],
     )  # fmt: skip
     lines += ["![knees](knees.svg)", "", "The star is the baseline, the dotted line the knee.", "", "## Block size", ""]
@@ -174,7 +175,7 @@ def _prefixes(rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _setting(moved: Mapping[str, Any]) -> str:
-    return ", ".join(f"{axis} = {value}" for axis, value in moved.items()) or "the default"
+    return ", ".join(f"{axis} = {value}" for axis, value in in_order(moved).items()) or "the default"
 
 
 def _waste(row: Mapping[str, Any]) -> str:
@@ -182,4 +183,4 @@ def _waste(row: Mapping[str, Any]) -> str:
 
 
 def _moved(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} to {value}" for name, value in row["also_moved"].items())
+    return ", ".join(f"{name} to {value}" for name, value in sorted(row["also_moved"].items()))

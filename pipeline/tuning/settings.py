@@ -139,6 +139,11 @@ def expand(settings: TuningSettings, baseline: Mapping[str, Any]) -> list[Point]
     return sorted(points, key=lambda point: -1 if point.axis is None else AXES.index(point.axis))
 
 
+def in_order(axes: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping by axis in the order of the deployment: files keep no order."""
+    return {axis: axes[axis] for axis in AXES if axis in axes}
+
+
 def parse(raw: Mapping[str, Any], where: object) -> TuningSettings:
     """The ``tuning`` group, checked.  Raises :class:`Refused` naming ``where``, for a point that moves two axes too."""
     try:

@@ -45,10 +45,20 @@ def test_from_mxfp4(tmp_path, case, spread):
     compare(reference.tensors_of(tmp_path / "ours"), reference.tensors_of(tmp_path / "theirs"))
 
 
+def compare_floats(tmp_path, case, tensors):
+    """Ours against theirs from a checkpoint of ``tensors`` that declares no quantization."""
+    recipe, preset, group_size = CASES[case]
+    config = fixtures.model_config()
+    del config["text_config"]["quantization_config"]
+    source = fixtures.write_checkpoint(tmp_path / "source", tensors, config)
+    engine.requantize(source, tmp_path / "ours", recipe)
+    stock.quantize(source, tmp_path / "theirs", preset, group_size, packed=False)
+    compare(reference.tensors_of(tmp_path / "ours"), reference.tensors_of(tmp_path / "theirs"))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_from_floats(tmp_path, case, dtype):
-    recipe, preset, group_size = CASES[case]
     tensors = fixtures.k3_tensors(packed=False)
     rng = np.random.default_rng(7)
     for name, (_, data) in list(tensors.items()):
@@ -56,12 +66,7 @@ def test_from_floats(tmp_path, case, dtype):
             values = (rng.standard_t(3, data.shape) * 0.02).astype(np.float32)
             values[5], values[9, :32] = 0, -0.0
             tensors[name] = STORED[dtype](values)
-    config = fixtures.model_config()
-    del config["text_config"]["quantization_config"]
-    source = fixtures.write_checkpoint(tmp_path / "source", tensors, config)
-    engine.requantize(source, tmp_path / "ours", recipe)
-    stock.quantize(source, tmp_path / "theirs", preset, group_size, packed=False)
-    compare(reference.tensors_of(tmp_path / "ours"), reference.tensors_of(tmp_path / "theirs"))
+    compare_floats(tmp_path, case, tensors)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -87,15 +92,9 @@ EXTREMES = {"BF16": (1e-39, 1e36), "F16": (2e-7, 2e3), "F32": (1e-43, 1e36)}
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in EXTREMES.items() for size in sizes])
 def test_from_floats_at_both_ends(tmp_path, case, dtype, size):
-    recipe, preset, group_size = CASES[case]
     tensors, rng = fixtures.k3_tensors(packed=False), np.random.default_rng(3)
     for name, (_, data) in list(tensors.items()):
         if ".experts." in name:
             values = (np.clip(rng.standard_normal(data.shape), -9, 9) * size).astype(np.float32)
             tensors[name] = STORED[dtype](values)
-    config = fixtures.model_config()
-    del config["text_config"]["quantization_config"]
-    source = fixtures.write_checkpoint(tmp_path / "source", tensors, config)
-    engine.requantize(source, tmp_path / "ours", recipe)
-    stock.quantize(source, tmp_path / "theirs", preset, group_size, packed=False)
-    compare(reference.tensors_of(tmp_path / "ours"), reference.tensors_of(tmp_path / "theirs"))
+    compare_floats(tmp_path, case, tensors)
